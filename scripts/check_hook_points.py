@@ -7,7 +7,8 @@
 The first prints a table of hook groups and every hook point that fails, and exits with 1 if one fails. The
 second takes the Python of another environment with another SGLang, where this package need not be installed.
 It prints the table for both, and lists the hook points that one release lacks, those with another signature,
-and functions with the same signature and another source; it exits with 1 if there are any. Each release takes
+functions with the same signature and another source, and those that fail in both; it exits with 1 if there
+are any. Each release takes
 half a minute to import.
 """
 
@@ -79,11 +80,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def examine() -> dict[str, Any]:
     """Version of the installed SGLang, and the points of each hook group with description and problem."""
+    from sgl_kvpool.commands.hook_group import COMMANDS
     from sgl_kvpool.sglang_plugin import hook_points
     from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 
     groups = {}
-    for group in GROUPS:
+    for group in (*GROUPS, COMMANDS):
         points = {}
         for point in group.points():
             problems = hook_points.check([point])
@@ -167,6 +169,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     absent: list[str] = []
     signatures: list[str] = []
     sources: list[str] = []
+    failing_in_both: list[str] = []
     for target in sorted(before.keys() & after.keys()):
         old, new = before[target], after[target]
         if (old["signature"] is None) != (new["signature"] is None):
@@ -178,6 +181,8 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
                 signatures.append(
                     f"    {version} {shown(point['signature'], opposite['signature'])}{failing}"
                 )
+        elif new["problem"]:
+            failing_in_both.append(f"  {new['problem']}")
         elif old["source"] != new["source"]:
             sources.append(f"  {target}")
     lines = []
@@ -185,6 +190,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         ("in one release only", absent),
         ("another signature, members or value", signatures),
         ("the same signature, another source", sources),
+        ("failing in both releases", failing_in_both),
     ):
         lines += [f"{title}:", *found] if found else []
     return lines

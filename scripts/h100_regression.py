@@ -11,7 +11,7 @@
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
 nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
 or if nothing could be compared, 128 plus the signal's number after an interruption. Without a GPU a reduced
-form runs on the CPU and lists what it skipped. docs/regression.md has details.
+form runs on the CPU and lists what it skipped. docs/benchmarks.md has details.
 
 This program has never been run on a GPU.
 """
@@ -19,45 +19,30 @@ This program has never been run on a GPU.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import io
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# ruff: noqa: E402
 # sys.path is extended before the imports.
-from regression.compare import compare
-from regression.durations import in_all, with_durations
-from regression.environment import Machine, driver_facts, facts_of, find_machine
-from regression.first_light import MINUTES, FirstLight, first_light_steps
-from regression.plots import draw
-from regression.records import SCHEMA, Run, StepRecord, header, read_run, write_lines
-from regression.report import print_report
-from regression.runner import Interrupted, Step, in_words, run_steps, signals_interrupt
-from regression.shapes import ARRANGEMENTS, LAYOUTS
-from regression.steps import Options, all_steps, choose
+from scripts.kit.arguments import names
+from scripts.kit.environment import Machine, facts_of, find_machine
+from scripts.kit.records import Run, read_run
+from scripts.kit.runner import Step, in_words
+from scripts.servers.compare import compare
+from scripts.servers.durations import in_all, with_durations
+from scripts.servers.first_light import MINUTES, FirstLight, first_light_steps
+from scripts.servers.options import Options
+from scripts.servers.results import Results
+from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS
+from scripts.servers.steps import all_steps, choose
 
 HOPPER = [9, 0]
-
-
-def _names(allowed: Sequence[str]) -> Any:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(filter(None, text.split(",")))
-        unknown = [name for name in names if name not in allowed]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(allowed)}")
-        return tuple(name for name in allowed if name in names)
-
-    return parse
 
 
 def _positive(text: str) -> float:
@@ -93,10 +78,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
     what.add_argument(
-        "--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="layouts to serve, separated by commas"
+        "--layouts", type=names(LAYOUTS), default=LAYOUTS, help="layouts to serve, separated by commas"
     )
     what.add_argument(
-        "--arrangements", type=_names(ARRANGEMENTS), help="arrangements to serve, separated by commas"
+        "--arrangements", type=names(ARRANGEMENTS), help="arrangements to serve, separated by commas"
     )
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
@@ -126,10 +111,7 @@ def parser() -> argparse.ArgumentParser:
 def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Options:
     """Options of the steps.
 
-    Raises
-    ------
-    ValueError
-        If arguments contradict each other, or name missing files.
+    ValueError: if arguments contradict each other, or name missing files.
     """
     if arguments.device == "cuda" and not machine.gpus:
         raise ValueError("--device cuda: torch sees no GPU; leave it out for the reduced form")
@@ -141,6 +123,8 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
             raise ValueError(f"--first-light has steps of its own; leave out --{others[0]}")
         if not machine.gpus and arguments.device != "cpu":
             raise ValueError("--first-light: torch sees no GPU; --device cpu rehearses it without a GPU")
+    if arguments.gsm8k_questions < 1:
+        raise ValueError(f"--gsm8k-questions {arguments.gsm8k_questions}: give 1 or more")
     if arguments.tp < 1:
         raise ValueError(f"--tp {arguments.tp}: give the number of ranks")
     if arguments.gsm8k_data is not None and not arguments.gsm8k_data.is_file():
@@ -156,7 +140,9 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
     try:
         lengths = tuple(int(text) for text in arguments.retrieval_characters.split(","))
     except ValueError:
-        raise ValueError(f"--retrieval-characters {arguments.retrieval_characters}: give numbers") from None
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"--retrieval-characters {arguments.retrieval_characters}: give numbers above 0")
     return Options(
         core=arguments.core,
         quick=arguments.quick,
@@ -217,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         every = all_steps(machine, options)
         if arguments.first_light:
             every = first_light_steps(machine, on_gpu=options.on_gpu)
-        steps = with_durations(choose(every, arguments.only), on_gpu=options.on_gpu, old=old)
+        steps = with_durations(choose(every, arguments.only), on_gpu=options.on_gpu)
     except (ValueError, OSError, RuntimeError) as error:
         made.error(str(error))
     if arguments.list:
@@ -225,13 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             reason = step.without or machine.missing(step.needs)
             about = in_words(step.expected_s) if step.expected_s else ""
             print(f"{step.name:34} {about:>10}  {step.what}{f'  -- skipped: {reason}' if reason else ''}")
-        print(in_all(possible(steps, machine), on_gpu=options.on_gpu, old=old))
+        print(in_all(possible(steps, machine), on_gpu=options.on_gpu))
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
-    if arguments.first_light:
-        status, run = run_first_light(arguments, options, machine, steps, every, out, words)
-    else:
-        status, run = run_all(arguments, options, machine, steps, out, words, old)
+    status, run = execute(
+        arguments, options, machine, steps, every if arguments.first_light else steps, out, words
+    )
     if old is not None:
         status = max(status, compared(old, run))
     return status
@@ -242,83 +227,32 @@ def possible(steps: Sequence[Step], machine: Machine) -> list[Step]:
     return [step for step in steps if not (step.without or machine.missing(step.needs))]
 
 
-def run_first_light(
+def execute(
     arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, every: list, out: Path,
     argv: list[str],
 ) -> tuple[int, Run]:  # fmt: skip
-    """Start or continue a first light; returns the exit status and the results."""
+    """Start or continue a run; returns the exit status and the results."""
+    facts = facts_of(machine, argv)
+    if not arguments.first_light:
+        shown = {"layouts": options.layouts, "core": options.core, "quick": options.quick, "tp": options.tp}
+        facts |= {"options": shown, "model": model_facts(options.model)}
     try:
-        light = FirstLight(out, facts_of(machine, argv), every)
-    except (ValueError, OSError) as error:
-        parser().error(str(error))
-    left = [step for step in steps if light.lacks(step.name)]
-    minutes = arguments.minutes or MINUTES * arguments.time_limit_scale
-    say(f"{light.facts['gpu'] or 'no GPU: a rehearsal, whose times mean nothing'}; results: {out}\n")
-    say(f"{in_all(possible(left, machine), on_gpu=options.on_gpu)}\n")
-    status = light.run(left, machine, time_limit_scale=arguments.time_limit_scale, minutes=minutes, say=say)
-    say(f"\n{(out / 'first_light.txt').read_text('utf-8')}\nexit status {status}\n")
-    return status, light.as_run
-
-
-def run_all(
-    arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, out: Path,
-    argv: list[str], old: Run | None,
-) -> tuple[int, Run]:  # fmt: skip
-    """Run the steps, print and write their results; returns the exit status and the results."""
-    results = out / "results.jsonl"
-    if results.exists():
-        parser().error(f"{results} exists already; name another folder with --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+        results = (FirstLight if arguments.first_light else Results)(out, facts, every)
     except OSError as error:
         parser().error(f"--out {out}: {error.strerror}")
-    shown = {"layouts": options.layouts, "core": options.core, "quick": options.quick, "tp": options.tp}
-    facts = {**facts_of(machine, argv), "options": shown, "model": model_facts(options.model)}
-    write_lines(results, [header(facts)])
+    except ValueError as error:
+        parser().error(str(error))
+    left = [step for step in steps if results.lacks(step.name)]
+    minutes = arguments.minutes or (MINUTES * arguments.time_limit_scale if arguments.first_light else None)
     where = f"{facts['gpu_count']} x {facts['gpu']}" if options.on_gpu else f"CPU: {facts['cpu']}"
-    say(
-        f"{where}; commit {facts['commit']}{' with uncommitted changes' if facts['dirty'] else ''}\n"
-        f"results: {out}\n"
-    )
-    say(f"{in_all(possible(steps, machine), on_gpu=options.on_gpu, old=old)}\n")
+    say(f"{where}; results: {out}\n{in_all(possible(left, machine), on_gpu=options.on_gpu)}\n")
     if options.on_gpu and facts["capability"] != HOPPER:
         say(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}\n")
     if not options.on_gpu:
         say("no GPU: the reduced form; its times say nothing about a GPU\n")
-    records: list[StepRecord] = []
-
-    def ended(record: StepRecord) -> None:
-        records.append(record)
-        write_lines(results, record.lines())
-
-    began, stopped = time.monotonic(), None
-    try:
-        with signals_interrupt():
-            run_steps(
-                steps, machine, out, time_limit_scale=arguments.time_limit_scale, minutes=arguments.minutes,
-                ended=ended, say=say,
-            )  # fmt: skip
-    except Interrupted as caught:
-        stopped = caught
-    status = int(any(record.is_bad for record in records) or not any(r.status == "ok" for r in records))
-    if stopped is not None:
-        status = 128 + stopped.number
-    end = {"status": status, "seconds": round(time.monotonic() - began, 1), "gpus": driver_facts()}
-    write_lines(results, [{"line": "end", "schema": SCHEMA, **end}])
-    with contextlib.redirect_stdout(io.StringIO()) as report:
-        print_report(records)
-    say(report.getvalue())
-    try:
-        plots = draw(records, out, f"{where}, {str(facts['commit'])[:12]}")
-        say(
-            "no plots: matplotlib is not installed\n"
-            if plots is None
-            else f"\nplots: {', '.join(p.name for p in plots)}\n"
-        )
-    except Exception as error:  # without a working matplotlib, results are still written
-        say(f"no plots: {error!r}\n")
-    say(f"\nresults: {results}\nexit status {status}\n")
-    return status, read_run(results)
+    status = results.run(left, machine, time_limit_scale=arguments.time_limit_scale, minutes=minutes, say=say)
+    say(f"\n{results.text()}\nresults: {results.journal}\nexit status {status}\n")
+    return status, results.as_run
 
 
 if __name__ == "__main__":

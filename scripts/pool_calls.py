@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""List where SGLang reads and writes KV pools, and check that docs/hooks.md lists every place.
+"""List where SGLang reads and writes KV pools, and compare with pool_calls.json.
 
     python scripts/pool_calls.py
 
-Prints the table of the installed SGLang and its differences to the documented table; exits with 1 if they
-differ. SGLang's sources are parsed, not imported.
+Prints the places in the installed SGLang and what differs from the list, which says what each place does
+with rows of a layout; exits with 1 if they differ. SGLang's sources are parsed, not imported. The getters of
+our pools raise TypeError for packed and for page-major rows ("raises"), `get_mla_kv_buffer` decodes, setters
+encode with the pool's k_scale, never the layer's, and moves and copies take whole rows.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import re
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,8 +31,7 @@ ATTRIBUTE = "kv_buffer"
 #: Ignored folders of sglang/srt: other hardware, and stores, which use host pools.
 LEFT_OUT = ("hardware_backend/", "mem_cache/storage/")
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
-_ROW = re.compile(r"^\| `([\w/]+\.py)` \| ((?:\.?\w+ \d+(?:, )?)+) \|", re.MULTILINE)
+LIST = Path(__file__).resolve().with_suffix(".json")
 
 
 def sources() -> Path:
@@ -66,20 +67,15 @@ def _used(node: ast.AST, file: str) -> str | None:
     return None
 
 
-def documented(text: str) -> dict[str, Counter[str]]:
-    """The table in docs/hooks.md; ValueError if a file is listed twice."""
-    table: dict[str, Counter[str]] = {}
-    for file, calls in _ROW.findall(text):
-        if file in table:
-            raise ValueError(f"{DOCUMENT.name} lists {file} twice")
-        table[file] = Counter({name: int(times) for name, times in (c.split() for c in calls.split(", "))})
-    return table
+def listed(path: Path = LIST) -> dict[str, Counter[str]]:
+    """Number of uses by file and name in the list."""
+    return {file: Counter(entry["calls"]) for file, entry in json.loads(path.read_text()).items()}
 
 
 def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) -> list[str]:
-    """One line for each file and name whose number of uses differs from the table."""
+    """One line for each file and name whose number of uses differs from the list."""
     return [
-        f"{file}: {name} is used {found.get(file, {}).get(name, 0)} times, and docs/hooks.md lists "
+        f"{file}: {name} is used {found.get(file, {}).get(name, 0)} times, and {LIST.name} has "
         f"{table.get(file, {}).get(name, 0)}"
         for file in sorted({*found, *table})
         for name in sorted({*found.get(file, ()), *table.get(file, ())})
@@ -88,12 +84,12 @@ def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) 
 
 
 def main() -> int:
-    """Print the table and what differs; return the exit status."""
+    """Print the places and what differs; return the exit status."""
     found = count(sources())
     for file, calls in found.items():
-        print(f"| `{file}` | {', '.join(f'{name} {calls[name]}' for name in sorted(calls))} |")
-    problems = differences(found, documented(DOCUMENT.read_text()))
-    print("\n".join(problems) or "docs/hooks.md lists all calls")
+        print(f"{file}: {', '.join(f'{name} {calls[name]}' for name in sorted(calls))}")
+    problems = differences(found, listed())
+    print("\n".join(problems) or f"{LIST.name} has all calls")
     return 1 if problems else 0
 
 

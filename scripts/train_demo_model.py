@@ -77,7 +77,7 @@ def sources() -> dict[str, bytes]:
 
 def held_out_windows(modules: dict[str, bytes]) -> list[dict[str, str | int]]:
     """Two windows of each held-out module, near one third and two thirds of it, starting at a line."""
-    windows = []
+    windows: list[dict[str, str | int]] = []
     for name in HELD_OUT:
         text = modules[name]
         for part in (1, 2):

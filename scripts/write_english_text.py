@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the English text that the demo and `accuracy_llm.py` score, from this Python's documentation.
+"""Write the English text that the demo and `scripts.accuracy.llm` score, from this Python's documentation.
 
     python scripts/write_english_text.py [--out sgl_kvpool/demo/english.txt]
 

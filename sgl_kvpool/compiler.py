@@ -1,43 +1,202 @@
-"""Build tools for the C++ code: `ninja`, which SGLang installs for tvm-ffi and torch, and flags for g++."""
+"""Compiles C++ and CUDA sources with tvm-ffi, once for each content, and loads the libraries.
+
+A library is a file ``NAME-INPUTS-COMPILERS-BYTES.so`` in `folder()`, named by three digests: of the sources,
+flags and versions that it is made from; of the compilers' versions; and of its own bytes, which is checked
+before the library is loaded, because a truncated one ends the process with SIGBUS. Neither paths nor times
+are in a name, so all installations of a user share libraries.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
 import os
+import platform
+import shlex
 import shutil
+import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["cpu_flags", "ninja_on_path"]
+from sgl_kvpool.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["VARIABLE", "Module", "cpu_flags", "damaged", "folder", "libraries"]
+
+#: Variable with tvm-ffi's cache folder, in which `folder()` is.
+VARIABLE = "TVM_FFI_CACHE_DIR"
+_PACKAGE = Path(__file__).resolve().parent
 
 
-@contextmanager
-def ninja_on_path() -> Iterator[None]:
-    """Make `ninja` available on PATH inside the block, also if the Python environment is not activated."""
-    if shutil.which("ninja") is not None:
-        yield
-        return
-    path = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
+def folder() -> Path:
+    """Folder of the libraries. It may be removed at any time, also while servers run."""
+    return Path(os.environ.get(VARIABLE) or "~/.cache/tvm-ffi").expanduser() / "sgl_kvpool"
+
+
+def libraries() -> list[Path]:
+    """All libraries in `folder()`, of any version."""
+    return sorted(folder().glob("*.so"))
+
+
+def damaged(library: Path) -> bool:
+    """Whether a library's bytes are others than its name says, or cannot be read: it is gone, for example."""
     try:
-        yield
-    finally:
-        os.environ["PATH"] = path
+        # Only a file is opened: to open a FIFO waits for a writer.
+        return not (library.is_file() and library.stem.endswith(f"-{_file_digest(library)}"))
+    except OSError:
+        return True
 
 
-def cpu_flags(capability: str) -> list[str]:
-    """g++ flags for a CPU capability; tvm-ffi includes them in the key of its build cache.
+@dataclass(frozen=True)
+class Module:
+    """A module of C++ or CUDA code.
 
-    Parameters
+    Attributes
     ----------
-    capability : str
-        Value of ``torch.backends.cpu.get_cpu_capability()``.
+    source : Path
+        The file that is compiled; it may include files of its folder and of the package's ``csrc`` folders.
+    flags : tuple of str
+        Flags for g++, or for nvcc if `cuda_arch` is set.
+    cuda_arch : str or None
+        Compute capability for which nvcc compiles, such as "9.0a".
     """
+
+    name: str
+    source: Path
+    flags: tuple[str, ...]
+    includes: tuple[Path, ...] = ()
+    cuda_arch: str | None = None
+
+    def load(self) -> Any:
+        """The loaded module; without an intact library, one of the processes that start at once compiles it.
+
+        Raises
+        ------
+        Exception
+            If it cannot be compiled or its folder cannot be written (RuntimeError), or errors of tvm-ffi.
+        """
+        from tvm_ffi import load_module
+
+        name = f"{self.name}-{self._inputs()}"
+        compilers = self._compilers()
+        logger.info("sgl-kvpool: loading %s, compiled at first use and kept in %s", name, folder())
+        # Without a compiler, as in an image that was warmed up elsewhere, any compiler's library will do.
+        pattern = f"{name}-{compilers or '*'}-*.so"
+        found = next((path for path in folder().glob(pattern) if not damaged(path)), None)
+        if found is not None:
+            try:
+                return load_module(str(found))
+            except Exception as error:  # linked with another C library, for example
+                logger.warning("sgl-kvpool: %s cannot be loaded and is compiled again: %s", found, error)
+        try:
+            library = self._made(f"{name}-{compilers}", pattern, found)
+        except Exception as error:  # of a compiler, tvm-ffi or the disk: raised again, with the folder
+            where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
+            raise RuntimeError(f"{error}\n{where}") from error
+        return load_module(str(library))
+
+    def _made(self, name: str, pattern: str, unusable: Path | None) -> Path:
+        """A library that another process has just made, or a new one; removes those that cannot be used."""
+        from filelock import FileLock  # installed with torch
+        from tvm_ffi import cpp
+
+        folder().mkdir(parents=True, exist_ok=True)
+        with FileLock(folder() / f".{name}.lock"):
+            for path in folder().glob(pattern):
+                if damaged(path):
+                    logger.warning("sgl-kvpool: %s is damaged and is compiled again", path)
+                elif path != unusable:
+                    return path
+                path.unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".build-", dir=folder()) as scratch, self._tools():
+                made = cpp.build(
+                    self.name,
+                    sources=[str(self.source)],
+                    extra_cflags=[] if self.cuda_arch else self.flags,
+                    extra_cuda_cflags=self.flags if self.cuda_arch else [],
+                    extra_include_paths=[str(path) for path in self.includes],
+                    build_directory=scratch,
+                )
+                # Renamed when it is complete, so that no process sees a part of it.
+                return Path(made).rename(folder() / f"{name}-{_file_digest(made)}.so")
+
+    def _inputs(self) -> str:
+        """Digest of what the library is made from, except compilers."""
+        import tvm_ffi
+
+        files = {path for path in self.source.parent.iterdir() if path.is_file()}
+        files |= set(_PACKAGE.glob("*/csrc/*"))
+        contents = sorted((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files)
+        versions = (VERSION, tvm_ffi.__version__, platform.machine())
+        return _digest(self.name, self.source.name, self.flags, self.cuda_arch, versions, contents)
+
+    def _compilers(self) -> str | None:
+        """Digest of the compilers' versions; None if one is missing."""
+        commands = [shlex.split(os.environ.get("CXX") or "c++")]
+        if self.cuda_arch:
+            commands.append([str(_cuda_home() / "bin" / "nvcc")])
+        try:
+            return _digest(*(_version(*command) for command in commands))
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    @contextmanager
+    def _tools(self) -> Iterator[None]:
+        """Set the variables in which tvm-ffi finds ninja (also if the environment is not active) and nvcc."""
+        changed = {}
+        if shutil.which("ninja") is None:
+            path = os.environ.get("PATH", os.defpath)
+            changed["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
+        if self.cuda_arch:
+            changed |= {"CUDA_HOME": str(_cuda_home()), "TVM_FFI_CUDA_ARCH_LIST": self.cuda_arch}
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _cuda_home() -> Path:
+    """Folder of the CUDA toolkit, where tvm-ffi and SGLang look for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None and (nvcc := shutil.which("nvcc")) is not None:
+        return Path(nvcc).parent.parent
+    return Path(home or "/usr/local/cuda")
+
+
+@functools.cache
+def _version(*command: str) -> str:
+    return subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _file_digest(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def cpu_flags(capability: str) -> tuple[str, ...]:
+    """g++ flags for a value of ``torch.backends.cpu.get_cpu_capability()``."""
     flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
     # No fused multiply-add: every operation rounds once, as in the encoders on a GPU. Trapping math would
     # keep g++ from vectorizing loops.
     flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
     if capability.startswith("AVX512"):
         wide = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
-        return [*flags, *wide, "-mprefer-vector-width=512"]
-    return [*flags, "-mavx2"] if capability.startswith("AVX") else flags
+        return (*flags, *wide, "-mprefer-vector-width=512")
+    return (*flags, "-mavx2") if capability.startswith("AVX") else tuple(flags)

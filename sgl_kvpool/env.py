@@ -16,6 +16,7 @@ __all__ = [
     "CHILD_REFUSAL",
     "CHOICES",
     "DECODE_KERNEL",
+    "EFFECTS",
     "FIX_TOPK",
     "FLAGS",
     "KV_CACHE_ARRANGEMENT",
@@ -56,24 +57,31 @@ OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE
 CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 #: Internal: the file into which a child writes why it was refused at its start.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
-#: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show the cost
-#: of the layout. By default prefill attends the current chunk's K and V as computed.
 PREFILL_READS_ROWS = "KVPOOL_PREFILL_READS_ROWS"
-#: 1: choose the top-k transform of sparse attention (DSA) from our table with SGLang's own pool too. With a
-#: layout, our table is always used.
 FIX_TOPK = "KVPOOL_FIX_TOPK"
-#: 1: accept an SGLang version outside the tested range; the hook points are still checked.
 ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"
-#: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value; each check syncs the GPU.
 CHECK_FINITE = "KVPOOL_CHECK_FINITE"
 #: Yes/no variables.
 FLAGS = (PREFILL_READS_ROWS, FIX_TOPK, ALLOW_UNTESTED, CHECK_FINITE)
-#: Decode kernel on CUDA. auto: Gluon's where the GPU and layout allow it, Triton's elsewhere.
 DECODE_KERNEL = "KVPOOL_DECODE_KERNEL"
 #: Variables with a fixed set of values; the first value is the default.
 CHOICES = {DECODE_KERNEL: ("auto", "gluon", "triton")}
+#: What the variables that replace no argument do.
+EFFECTS = {
+    PREFILL_READS_ROWS: "1: prefill by `kvpool_mla` attends the stored rows of its own chunk too, so that a "
+    "prompt's log-probabilities show the cost of the layout. By default it attends the chunk's K and V as "
+    "computed",
+    FIX_TOPK: "1: choose the top-k transform of sparse attention (DSA) from the plugin's table with SGLang's "
+    "own pool too. With a layout this table is always used",
+    ALLOW_UNTESTED: "1: accept an SGLang version outside the tested range. Hook points are still verified, "
+    "and a server with a layout checks itself at start",
+    CHECK_FINITE: "1: encoders raise on NaN and infinity instead of storing 0 and the largest value, except "
+    "for values stored as bf16 and in batches that replay a CUDA graph; each write waits for the GPU",
+    DECODE_KERNEL: "the kernel of `kvpool_mla` that attends stored rows on CUDA; `auto`: Gluon's where the "
+    "GPU and the layout allow it, Triton's elsewhere",
+}
 #: All variables that a user may set.
-VARIABLES = (*OPTIONS, *FLAGS, *CHOICES)
+VARIABLES = (*OPTIONS, *EFFECTS)
 #: Prefixes that mark a name as ours, so that misspelled variables are reported. SGL_KVPOOL_ was the prefix
 #: before the first release; SGLANG_KVPOOL_ is what SGLang copies it to and recommends.
 _PREFIX = "KVPOOL_"
@@ -117,7 +125,7 @@ def choice(name: str) -> str:
 
 
 def is_requested(name: str) -> bool:
-    """Whether a yes/no variable is set to anything but no, including values that `flag` refuses."""
+    """True if a yes/no variable is set and is not a no; does not validate the value."""
     return os.environ.get(name, "").strip().lower() not in _FALSE
 
 

@@ -18,7 +18,7 @@ Everything is little-endian. ``docs/rows.md`` states the arithmetic of each enco
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -32,6 +32,7 @@ __all__ = [
     "Segment",
     "SegmentEncoding",
     "check_complete",
+    "check_encodings",
 ]
 
 #: Version of the byte tables below, contained in every storage key and handshake.
@@ -162,6 +163,8 @@ class _Record:
 
 #: Values of `--kv-cache-dtype` that SGLang treats alike.
 _DTYPE_ALIASES = {"bfloat16": ("bfloat16", "bf16"), "fp8_e4m3": ("fp8_e4m3",)}
+#: The `kv_cache_dtype` that names a precision. SGLang's names of 4-bit dtypes stand for formats of its own.
+_PRECISIONS = {Encoding.BF16: "bfloat16", Encoding.E4M3: "fp8_e4m3"}
 
 
 class MLAKVCacheLayout(str, Enum):
@@ -202,12 +205,17 @@ class MLAKVCacheLayout(str, Enum):
         return self._record.latent
 
     @property
+    def rope(self) -> SegmentEncoding:
+        """Encoding of the rotary values."""
+        return self._record.rope
+
+    @property
     def is_packed(self) -> bool:
         """True if a row holds scales, or values of several encodings, so that no torch dtype describes it.
 
         SGLang keeps such rows as uint8; only readers that know the layout can use them.
         """
-        return self.latent.scales is not None or self.latent.values is not self._record.rope.values
+        return self.latent.scales is not None or self.latent.values is not self.rope.values
 
     @property
     def is_narrow(self) -> bool:
@@ -223,7 +231,7 @@ class MLAKVCacheLayout(str, Enum):
     @property
     def uses_k_scale(self) -> bool:
         """True if some values are divided by the layer's k_scale before they are stored."""
-        return self.latent.uses_k_scale or self._record.rope.uses_k_scale
+        return self.latent.uses_k_scale or self.rope.uses_k_scale
 
     def sglang_kv_cache_dtype(self, *, is_dsa: bool = False) -> str:
         """The ``kv_cache_dtype`` that SGLang sees while this layout is in use."""
@@ -234,9 +242,18 @@ class MLAKVCacheLayout(str, Enum):
         """True if SGLang's own writers, readers and peers use the same bytes."""
         return self._record.sglang_native
 
-    def accepted_kv_cache_dtypes(self, *, is_dsa: bool = False) -> tuple[str, ...]:
-        """Values of ``--kv-cache-dtype`` that do not contradict this layout."""
-        return ("auto", *_DTYPE_ALIASES[self.sglang_kv_cache_dtype(is_dsa=is_dsa)])
+    @property
+    def accepted_kv_cache_dtypes(self) -> tuple[str, ...]:
+        """Values of ``--kv-cache-dtype`` that do not contradict this layout, for every model.
+
+        What SGLang sees while the layout is in use, or the precision of the latent.
+        """
+        shown = {
+            self._record.sglang_dtype,
+            self._record.sglang_dtype_dsa,
+            _PRECISIONS.get(self.latent.values),
+        }
+        return ("auto", *(alias for name, same in _DTYPE_ALIASES.items() if name in shown for alias in same))
 
     def pool_row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, is_dsa: bool = False) -> RowFormat:
         """`row_format` with the row padding of a dense MLA pool or of a DSA pool."""
@@ -273,14 +290,7 @@ class MLAKVCacheLayout(str, Enum):
 
 
 def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
-    """Check that a table has a line for every layout.
-
-    Parameters
-    ----------
-    table : container of MLAKVCacheLayout
-        Table with layouts as keys.
-    name : str
-        Name of the table and its module, for the message.
+    """Check that a table has a line for every layout; `name` is the table's name and module for the message.
 
     Raises
     ------
@@ -290,6 +300,20 @@ def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
     missing = [layout.value for layout in MLAKVCacheLayout if layout not in table]
     if missing:
         raise RuntimeError(f"{name} has no line for KV cache layout {', '.join(missing)}; add one for each")
+
+
+def check_encodings(
+    table: Container[tuple[Encoding, Encoding | None]],
+    name: str,
+    segments: Sequence[str] = ("latent", "rope"),
+) -> None:
+    """As `check_complete`, for a table with the encodings of values and of scales as keys."""
+
+    def in_table(layout: MLAKVCacheLayout) -> bool:
+        stored: list[SegmentEncoding] = [getattr(layout, segment) for segment in segments]
+        return all((one.values, one.scales) in table for one in stored)
+
+    check_complete([layout for layout in MLAKVCacheLayout if in_table(layout)], name)
 
 
 _L, _E = MLAKVCacheLayout, SegmentEncoding

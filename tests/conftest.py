@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import executed_lines
 import forks
 import pytest
 
@@ -16,7 +17,7 @@ HELPERS = (
     *("srt/attention", "srt/host", "srt/pool", "srt/self_check"),
 )
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in HELPERS]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT))
 
 
 def _has_gpu() -> bool:
@@ -24,7 +25,21 @@ def _has_gpu() -> bool:
 
 
 HAS_GPU = _has_gpu()
-if not HAS_GPU:
+#: GPU tests run on the emulated device of tests/emulated_cuda.
+EMULATED = "--emulated" in sys.argv or os.environ.get("TEST_EMULATED") == "1"
+if EMULATED:
+    os.environ["TEST_EMULATED"] = "1"  # for the workers of `-n`
+    import emulated_cuda.plugin
+
+    site = str(ROOT / "tests" / "emulated_cuda" / "site")
+    if site in os.environ.get("PYTHONPATH", ""):  # a worker of `-n`, whose sitecustomize puts it in place
+        import torch  # noqa: F401
+    else:
+        emulated_cuda.plugin.install()
+        # Processes that tests start are on the device too.
+        sys.path.append(site)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+elif not HAS_GPU:
     # Before anything imports triton: kernels then run on CPU tensors, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -36,9 +51,30 @@ if importlib.util.find_spec("hypothesis") is not None:  # core GPU tests run wit
     hypothesis.settings.load_profile("kvpool")
 
 
+#: Marks of GPU tests that the emulated device skips, and the reasons.
+NOT_EMULATED = {
+    "silicon": "measures a GPU's time, takes an hour, needs NVIDIA's driver or more than 24 GB of memory",
+    "server": "SGLang serves a DeepSeek model: many of its kernels are not replaced",
+}
 #: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
 #: and start first.
 TOGETHER = ("tests/engine", "tests/gpu", "tests/ptxrun")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--emulated", action="store_true", help="run GPU tests on an emulated device (developing.md)"
+    )
+    parser.addoption("--executed", metavar="FILE", help="add the lines of the package that run to a file")
+
+
+def pytest_configure(config):
+    if file := config.getoption("--executed"):
+        lines = executed_lines.ExecutedLines()
+        lines.start()
+        config.add_cleanup(lambda: (lines.stop(), lines.add_to(Path(file))))
+    if EMULATED:
+        config.pluginmanager.register(emulated_cuda.plugin.Plugin())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,17 +95,33 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
     for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
+        left_out = next((name for name in NOT_EMULATED if item.get_closest_marker(name)), None)
+        if EMULATED and left_out:
+            item.add_marker(pytest.mark.skip(reason=NOT_EMULATED[left_out]))
+        elif item.get_closest_marker("gpu") and not (HAS_GPU or EMULATED):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif not EMULATED and item.nodeid.startswith("tests/emulated_cuda/"):
+            item.add_marker(pytest.mark.skip(reason="tests of the emulated device: --emulated"))
 
 
 def pytest_terminal_summary(terminalreporter):
-    skipped = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if "gpu" in getattr(report, "keywords", {})
-    ]
-    terminalreporter.write_line(f"GPU: {'present' if HAS_GPU else 'none'}; {len(skipped)} GPU tests skipped")
+    def of_gpu(outcome):
+        """Keywords of the GPU tests with this outcome."""
+        reports = terminalreporter.stats.get(outcome, [])
+        return [found for report in reports if "gpu" in (found := getattr(report, "keywords", {}))]
+
+    skipped = of_gpu("skipped")
+    if not EMULATED:
+        terminalreporter.write_line(
+            f"GPU: {'present' if HAS_GPU else 'none'}; {len(skipped)} GPU tests skipped"
+        )
+        return
+    counts = {name: sum(name in keywords for keywords in skipped) for name in NOT_EMULATED}
+    others = len(skipped) - sum(counts.values())
+    terminalreporter.write_line(
+        f"GPU: emulated; {len(of_gpu('passed'))} GPU tests passed, skipped: "
+        + ", ".join(f"{count} {name}" for name, count in {**counts, "for another reason": others}.items())
+    )
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +142,7 @@ def fresh(tmp_path_factory):
     """`fresh.run(code)`: in a new process that has imported SGLang's pools and nothing of this package."""
     modules = ("pytest", "sglang.srt.mem_cache.memory_pool")
     folder = tmp_path_factory.mktemp("fresh")
-    with forks.after_importing(*modules, output=folder, environment=dict(os.environ)) as process:
+    with forks.Forks(*modules, output=folder, environment=dict(os.environ)) as process:
         yield process
 
 
@@ -116,7 +168,7 @@ def counting():
 @pytest.fixture
 def failures(counting):
     """`failures()`: failures counted since the test began, by kind."""
-    from sgl_kvpool.metrics import FAILURES
+    from sgl_kvpool.events import FAILURES
 
     def now():
         return {kind: counting("sgl_kvpool_failures_total", kind=kind) for kind in FAILURES}

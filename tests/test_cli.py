@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from codec_oracle import ROW_BYTES
 
 from sgl_kvpool.cli import main
 
@@ -16,13 +17,7 @@ from sgl_kvpool.cli import main
 def test_layouts(capsys):
     assert main(["layouts"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[2:]] == [
-        ["bf16", "1152"],
-        ["fp8", "576"],
-        ["fp8_block_scale", "656"],
-        ["fp4", "416"],
-        ["fp4_fp8_rope", "352"],
-    ]
+    assert [line.split()[:2] for line in lines[2:]] == [[name, str(size)] for name, size in ROW_BYTES.items()]
     assert main(["layouts", "--kv-lora-rank", "128", "--qk-rope-head-dim", "0"]) == 0
     assert "12 zero bytes" in capsys.readouterr().out
 
@@ -72,7 +67,7 @@ def test_print_command_says_if_the_host_tier_is_left_out(capsys, monkeypatch, ho
     assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 0
     printed = capsys.readouterr()
     assert ("--enable-hierarchical-cache" in printed.out) == bool(host_tier_bytes)
-    assert ("without a host tier: SGLang keeps 10 GiB" in printed.err) == (not host_tier_bytes)
+    assert ("host tier: not shown, SGLang keeps 10 GiB" in printed.err) == (not host_tier_bytes)
 
 
 def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypatch):
@@ -133,7 +128,7 @@ def test_a_cluster_needs_its_packages_and_room_for_a_host_tier(capsys, monkeypat
 
 
 def test_output_that_cannot_be_written_is_an_error():
-    command = [sys.executable, "-m", "sgl_kvpool.cli", "layouts"]
+    command = [sys.executable, "-m", "sgl_kvpool", "layouts"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
@@ -144,12 +139,25 @@ def test_output_that_cannot_be_written_is_an_error():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_gets_nothing_and_the_other_one_no_more(closed):
+    """`print(file=None)` writes to stdout, where progress would be in the middle of --json."""
+    program = "import sys; from sgl_kvpool import cli; status = cli.main(['layouts']); "
+    program += "print('progress', file=sys.stderr); sys.exit(status)"
+    done = subprocess.run(["bash", "-c", f"{shlex.join([sys.executable, '-c', program])} {closed}"],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr == ("" if "2>&-" in closed else "progress\n")
+    assert ("fp4_fp8_rope" in done.stdout) == (not closed.startswith(">&-"))
+    assert "progress" not in done.stdout
+
+
 def test_a_path_that_the_terminal_cannot_show(tmp_path):
     (tmp_path / "é").write_text("x")
     command = [
         sys.executable,
         "-m",
-        "sgl_kvpool.cli",
+        "sgl_kvpool",
         "demo",
         "--model",
         "bytes",
@@ -169,15 +177,16 @@ def test_a_server_that_refuses_shows_why(tmp_path):
     info = tmp_path / "path" / "sglang-0.6.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
-    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--model", "bytes", "--layouts", "fp4"]
+    command = [sys.executable, "-m", "sgl_kvpool", "demo", "--model", "bytes", "--layouts", "fp4"]
     command += ["--out", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(info.parent), *sys.path[1:]])}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert any("was requested, but SGLang 0.6.1 is not a version" in line for line in lines)
-    assert lines[-1] == f"the server's log: {tmp_path / 'unfinished' / 'server-fp4.log'}"
-    assert len(lines) > 8  # the last lines of its log, as lines
+    log = tmp_path / "unfinished" / "server-fp4.log"
+    assert lines[-1] == f"the server's log: {log}"
+    assert lines[-2] == log.read_text().splitlines()[-1]
     assert (tmp_path / "demo.json").read_text() == "of an earlier run"
 
 

@@ -35,7 +35,7 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name_of(path): path for folder in (PACKAGE, ROOT / "scripts") for path in folder.rglob("*.py")}
 
 
 def imported_by(text, name, modules, *, is_package=False):

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 #: defect: (file, code, code with the defect, tests that must fail)
 MUTATIONS = {
     "geometry guessed from a shape": (
-        "srt/pool/regions.py",
+        "connectors/pools.py",
         "if info.buffers.layout is KVBufferLayout.NHD:",
         "if info.buffers.k[0].shape[0] != (pool.size + pool.page_size) // pool.page_size:",
-        "tests/srt/pool/test_regions.py::test_b1_sizes_that_could_be_taken_for_each_other",
+        "tests/connectors/test_describe.py::test_b1_sizes_that_could_be_taken_for_each_other",
     ),
     "the cache copied in every forward": (
         "srt/attention/cpu.py",
@@ -27,10 +27,10 @@ MUTATIONS = {
         "tests/srt/attention/test_arranged_attention.py::test_b2_no_forward_allocates_as_much_as_a_cache",
     ),
     "a reshape that copies": (
-        "memory/cross_layer.py",
+        "connectors/cross_layer.py",
         "view = self.tensor.select(-2, self.position(name))",
         "view = self.tensor.select(-2, self.position(name)).reshape(self.pages, -1)",
-        "tests/memory/test_cross_layer.py::test_b2_all_views_share_one_storage",
+        "tests/connectors/test_cross_layer.py::test_b2_all_views_share_one_storage",
     ),
     "two axes swapped": (
         "memory/arrangement.py",
@@ -39,10 +39,10 @@ MUTATIONS = {
         "tests/memory/test_arrangement.py::test_b1_b4_every_byte_has_its_own_place_and_every_place_its_byte",
     ),
     "two strides swapped": (
-        "memory/cross_layer.py",
-        "run_stride_bytes=self.positions * step,",
-        "run_stride_bytes=self.chunks * step,",
-        "tests/memory/test_cross_layer.py::test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer",
+        "memory/arrangement.py",
+        "run_stride_bytes=self.layers * run_bytes,",
+        "run_stride_bytes=self.page_size_tokens * run_bytes,",
+        "tests/connectors/test_cross_layer.py::test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer",
     ),
     "the page size taken from the wrong axis": (
         "memory/arrangement.py",
@@ -51,10 +51,10 @@ MUTATIONS = {
         "tests/memory/test_arrangement.py::test_slots_to_rows",
     ),
     "position and head strides swapped": (
-        "memory/cross_layer.py",
-        "return (pages, chunks, positions, layer.span_bytes // chunks)",
-        "return (pages, positions, chunks, layer.span_bytes // chunks)",
-        "tests/memory/test_cross_layer.py::test_gpt_oss_head_major",
+        "connectors/cross_layer.py",
+        'axes = "BLC" if arrangement is KVArrangement.PAGE_MAJOR else placement.arrangement.axes',
+        'axes = "BLC" if arrangement is KVArrangement.PAGE_MAJOR else "BLNC"',
+        "tests/connectors/test_cross_layer.py::test_gpt_oss_head_major",
     ),
 }
 

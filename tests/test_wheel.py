@@ -1,10 +1,14 @@
-"""What `make wheel` packs, the Dockerfile that installs it, and the pages that name both."""
+"""What `make wheel` packs and what works once it is installed; the Dockerfile; pre-commit's configuration."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,14 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
+MODEL = "sgl_kvpool/demo/byte_mla_python"
+#: What the second wheel has instead of the first.
+WEIGHTS = f"{MODEL}/model.safetensors"
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """Names in a wheel that is made of a copy of this tree's tracked files."""
+    """`make wheel` in a copy of this tree's tracked files: the wheels by distribution, and the files."""
+    files = ["pyproject.toml", "README.md", "LICENSE", "Makefile"]
     listed = subprocess.run(
-        ["git", "ls-files", "sgl_kvpool", "pyproject.toml", "README.md", "LICENSE"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        ["git", "ls-files", "sgl_kvpool", *files], cwd=ROOT, capture_output=True, text=True
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -29,27 +36,128 @@ def packed(tmp_path_factory):
     for name in tracked:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    done = subprocess.run([*command, "--wheel-dir", "dist", "."], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "wheel", f"PYTHON={sys.executable}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PIP_NO_BUILD_ISOLATION": "0"},  # 0 turns the isolation off; no network is needed
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    (wheel,) = (folder / "dist").iterdir()
-    return wheel.name, zipfile.ZipFile(wheel).namelist(), tracked
+    left = subprocess.run(["find", MODEL, "-type", "d"], cwd=folder, capture_output=True, text=True).stdout
+    assert left == f"{MODEL}\n", "`make wheel` leaves its build folders in the package"
+    wheels = {path.name.partition("-")[0]: path for path in (folder / "dist").iterdir()}
+    return wheels, tracked
+
+
+def files_of(wheel):
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
 @pytest.mark.slow
-def test_a_wheel_has_every_file_of_the_package(packed):
-    """Sources that are compiled at run time and the demo's model among them."""
-    _, names, tracked = packed
-    assert {name for name in tracked if name.startswith("sgl_kvpool/")} == {
-        name for name in names if ".dist-info/" not in name
+def test_the_wheels_have_every_file_of_the_package(packed):
+    """Sources that are compiled at run time among them; the demo's weights are in a wheel of their own."""
+    wheels, tracked = packed
+    package, model = files_of(wheels["sgl_kvpool"]), files_of(wheels["sgl_kvpool_demo_model"])
+    assert set(wheels) == {"sgl_kvpool", "sgl_kvpool_demo_model"}
+    assert model == {WEIGHTS}
+    assert package | {WEIGHTS, f"{MODEL}/pyproject.toml"} == {
+        name for name in tracked if name.startswith("sgl_kvpool/")
     }
+    assert not package & model
+    assert wheels["sgl_kvpool"].stat().st_size < 2e6
 
 
 @pytest.mark.slow
-def test_the_dockerfile_copies_such_a_wheel(packed):
-    name, _, _ = packed
+def test_the_wheel_has_the_version_of_the_code(packed):
+    from sgl_kvpool import __version__
+
+    wheels, _ = packed
+    assert wheels["sgl_kvpool"].name == f"sgl_kvpool-{__version__}-py3-none-any.whl"
+    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.slow
+def test_the_dockerfile_copies_only_the_package(packed):
+    wheels, _ = packed
     (pattern,) = re.findall(r"^COPY dist/(\S+) ", DOCKERFILE, re.MULTILINE)
-    assert Path(name).match(pattern)
+    assert [name for name, wheel in wheels.items() if wheel.match(pattern)] == ["sgl_kvpool"]
+
+
+@pytest.fixture(scope="module")
+def installed(packed, tmp_path_factory):
+    """Python of an environment with the package's wheel, and with this environment's other packages."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(packed[0]["sgl_kvpool"]).extractall(packages)
+    # A link to the other packages would bring this checkout too, by the file of its editable installation.
+    (packages / "others.pth").write_text(f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n")
+    return folder / "venv" / "bin" / "python"
+
+
+def run(python, *words, folder):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([python, *words], capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_is_a_command_and_a_module(installed, tmp_path):
+    done = run(installed, "-c", "import sgl_kvpool; print(sgl_kvpool.__file__)", folder=tmp_path)
+    assert Path(done.stdout.strip()).is_relative_to(installed.parents[1])
+    done = run(installed, "-m", "sgl_kvpool", "layouts", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fp8_block_scale" in done.stdout
+    done = run(installed, "-m", "sgl_kvpool", "layouts", "--kv-lora-rank", "5", folder=tmp_path)
+    assert done.returncode == 2
+
+
+@pytest.mark.slow
+def test_the_demo_says_where_its_weights_are(packed, installed, tmp_path):
+    words = ("-m", "sgl_kvpool", "demo", "--model", "bytes", "--print-model-path")
+    done = run(installed, *words, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "sgl-kvpool: the weights of the demo's byte model are not installed; `make wheel` in a checkout "
+        "writes them beside the package's wheel: pip install --no-deps dist/sgl_kvpool_demo_model-*.whl\n"
+    )
+    (packages,) = installed.parents[1].glob("lib/python*/site-packages")
+    zipfile.ZipFile(packed[0]["sgl_kvpool_demo_model"]).extractall(packages)
+    try:
+        done = run(installed, *words, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"{packages / MODEL}\n")
+        assert (packages / WEIGHTS).read_bytes() == (ROOT / WEIGHTS).read_bytes()
+    finally:
+        (packages / WEIGHTS).unlink()
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_types(installed, tmp_path):
+    if find_spec("mypy") is None:
+        pytest.skip("mypy is not installed; `make venv` installs it")
+    (tmp_path / "consumer.py").write_text(
+        "from sgl_kvpool import MLAKVCacheLayout\n"
+        "reveal_type(MLAKVCacheLayout.FP4.row_format(512, 64).row_bytes)\n"
+        "MLAKVCacheLayout.parse(4)\n"
+    )
+    done = run(
+        *(sys.executable, "-m", "mypy", "--python-executable", installed, "--config-file", os.devnull),
+        *("--cache-dir", tmp_path / "cache", "consumer.py"),
+        folder=tmp_path,
+    )
+    assert 'consumer.py:2: note: Revealed type is "int"' in done.stdout.replace("builtins.", "")
+    assert 'error: Argument 1 to "parse" of "MLAKVCacheLayout" has incompatible type "int"' in done.stdout
+    assert "Found 1 error in 1 file" in done.stdout
+
+
+def test_pre_commit_runs_what_make_lint_runs():
+    import yaml
+
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert [(hook["entry"], hook["language"], hook["always_run"]) for hook in hooks] == [
+        ("make lint", "system", True)
+    ]
 
 
 def test_the_dockerfile_is_for_the_tested_sglang():

@@ -82,29 +82,12 @@ def attend(
     limits: torch.Tensor,
     present: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries over decoded rows, in float32.
+    """Attention of queries `[queries, heads, D]` over decoded rows `[rows, D]`, in float32.
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        `[queries, heads, D]` float32.
-    kv : torch.Tensor
-        `[rows, D]` float32; the first `v_dim` values of a row are its V.
-    v_dim : int
-    scale : float
-        Softmax scale of the scores.
-    limits : torch.Tensor
-        `[queries]` int64: query i attends the first `limits[i]` of these rows, no row if `limits[i]` is 0 or
-        negative.
-    present : torch.Tensor, optional
-        `[rows]` bool; False for rows that no query attends.
-
-    Returns
-    -------
-    out : torch.Tensor
-        `[queries, heads, v_dim]` float32; 0 for a query that attends none of these rows.
-    lse : torch.Tensor
-        `[queries, heads]` float32, natural logarithm of the sum of exponentials; -inf for such a query.
+    The first `v_dim` values of a row are its V. Query i attends the first `limits[i]` rows (int64; none if
+    that is 0 or negative), except those whose `present` is False. Returns the result `[queries, heads,
+    v_dim]`, 0 for a query without rows, and the natural logarithm of the sum of exponentials `[queries,
+    heads]`, -inf for such a query.
     """
     queries, heads, _ = q.shape
     rows = kv.shape[0]
@@ -129,14 +112,7 @@ def attend(
 
 
 def causal_limits(first_position: int, queries: int) -> torch.Tensor:
-    """Number of rows that each query of a causal chunk attends, `[queries]` int64.
-
-    Parameters
-    ----------
-    first_position : int
-        Position of the first query, counted from the first row.
-    queries : int
-    """
+    """Number of rows that each query of a causal chunk attends, `[queries]` int64."""
     return torch.arange(first_position + 1, first_position + 1 + queries)
 
 
@@ -153,13 +129,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
 
 
 class RowReader:
-    """Attends stored rows of one pool geometry; owns the workspace into which they are decoded.
-
-    Parameters
-    ----------
-    fmt : RowFormat
-    workspace_tokens : int
-        Number of rows decoded at a time.
+    """Attends stored rows of one pool geometry; owns the workspace into which `workspace_tokens` rows are
+    decoded at a time.
     """
 
     def __init__(self, fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS):
@@ -187,32 +158,18 @@ class RowReader:
         *,
         k_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a batch over its stored rows.
+        """Attention of a batch's queries `[tokens, heads, R + P]`, float32, over its stored rows; as
+        `attend`.
 
-        Parameters
-        ----------
-        q : torch.Tensor
-            `[tokens, heads, R + P]` float32.
-        pool : torch.Tensor
-            Rows of the pool, `[slots, row_bytes]` uint8, with any row stride.
-        kv_indices : torch.Tensor
-            `[rows]` int32 or int64: rows of all requests, one request after the other.
-        plan
-            Result of `plan`.
-        scale, k_scale : float
-
-        Returns
-        -------
-        tuple of torch.Tensor
-            `[tokens, heads, R]` and `[tokens, heads]`, float32, as `attend` defines them.
+        `pool` is `[slots, row_bytes]` uint8 with any row stride, `kv_indices` `[rows]` int32 or int64 the
+        rows of all requests, one request after the other, and `plan` the result of `plan`.
         """
         fmt = self.fmt
         out = q.new_zeros((q.shape[0], q.shape[1], fmt.kv_lora_rank))
         lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
         for start, count, parts in plan:
             kv = self.workspace[:count]
-            ids = kv_indices[start : start + count]
-            gather_rows(pool, ids, fmt, torch.float32, out=kv, k_scale=k_scale)
+            gather_rows(pool, kv_indices[start : start + count], fmt, torch.float32, out=kv, k_scale=k_scale)
             for part in parts:
                 request = part.request
                 queries = slice(request.query_start, request.query_start + request.query_count)

@@ -131,9 +131,8 @@ def mla_decode(
     list_index : Tensor [T / queries_per_list], int32 or int64, optional
         List of each group of queries; list b for group b by default.
     queries_per_list : int
-    page : (int, int), optional
-        (page_size_tokens, rows_per_page): entries of `kv_indices` are slots s whose row is
-        ``s // page_size_tokens * rows_per_page + s % page_size_tokens``.
+    page : PageStride or (int, int), optional
+        If given, entries of `kv_indices` are slots, of which it gives the rows.
     out : Tensor [T, H, R], q's dtype, optional
         Written and returned; all strides except the last are free.
     lse : Tensor [T, H], float32, optional
@@ -166,7 +165,7 @@ def mla_decode(
     tokens, heads, rank = q_nope.shape
     groups = decode_checks.tokens_per_list(queries_per_list, tokens)
     decode_checks.lists(kv_indices, list_index, groups, pool)
-    decode_checks.counts(kv_lens, tokens, pool)
+    decode_checks.kv_lens(kv_lens, tokens, pool)
     page = decode_checks.page(page)
     if max_rows is not None:
         decode_checks.whole("max_rows", max_rows)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `mla_decode`. Each message names the value, the limit and the way out."""
+"""Argument checks of `mla_decode`. Each message names the value, the limit and what to use instead."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 
 from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
 from sgl_kvpool.codec import checks
+from sgl_kvpool.codec.checks import dtype_names
 from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.memory.arrangement import PageStride
 
 __all__ = [
     "DecodeParams",
-    "counts",
+    "kv_lens",
     "lists",
     "output",
     "page",
@@ -47,7 +49,7 @@ class DecodeParams:
     scale: float
     k_scale: float
     queries_per_list: int
-    page: tuple[int, int] | None
+    page: PageStride | None
     out: torch.Tensor
     lse: torch.Tensor
 
@@ -57,14 +59,9 @@ class DecodeParams:
         return len(self.q) // self.queries_per_list
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.Tensor) -> None:
     """Check a contiguous integer vector."""
-    if tensor.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"{name} is {_name(tensor.dtype)}, allowed: int32, int64; convert it first")
+    checks.allowed_dtype(tensor, name, _INDEX_DTYPES)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}; pass that many")
     if len(tensor) > 1 and tensor.stride(0) != 1:
@@ -82,11 +79,7 @@ def queries(
     if q_rope is not None:
         parts.append(("q_rope", q_rope, rope))
     for name, part, width in parts:
-        if part.dtype not in allowed:
-            raise TypeError(
-                f"{name} is {_name(part.dtype)}, allowed on {part.device.type}: "
-                f"{', '.join(map(_name, allowed))}; convert it first"
-            )
+        checks.allowed_dtype(part, name, allowed, f" on {part.device.type}")
         if part.dim() != 3 or part.shape[2] != width:
             raise ValueError(
                 f"{name} has shape {tuple(part.shape)}, expected (tokens, heads, {width}) for {fmt.tag}; "
@@ -104,7 +97,7 @@ def queries(
         return q[..., :rank], q[..., rank:] if rope else None
     if q_rope.dtype != q.dtype or q_rope.shape[:2] != q.shape[:2]:
         raise ValueError(
-            f"q_rope is {_name(q_rope.dtype)} {tuple(q_rope.shape)} and q {_name(q.dtype)} "
+            f"q_rope is {dtype_names(q_rope.dtype)} {tuple(q_rope.shape)} and q {dtype_names(q.dtype)} "
             f"{tuple(q.shape)}; pass both parts of the same queries"
         )
     return q, q_rope if rope else None
@@ -123,8 +116,7 @@ def tokens_per_list(queries_per_list: int, tokens: int) -> int:
 
 def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int, pool: torch.Tensor) -> None:
     """Check that there are enough lists of rows."""
-    if kv_indices.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"kv_indices is {_name(kv_indices.dtype)}, allowed: int32, int64; convert it first")
+    checks.allowed_dtype(kv_indices, "kv_indices", _INDEX_DTYPES)
     if kv_indices.dim() != 2:
         raise ValueError(
             f"kv_indices has shape {tuple(kv_indices.shape)}, expected (lists, entries); reshape it, or pass "
@@ -140,11 +132,11 @@ def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int
         )
 
 
-def counts(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
+def kv_lens(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
     _index(kv_lens, "kv_lens", (tokens,), pool)
 
 
-def page(value: tuple[int, int] | None) -> tuple[int, int] | None:
+def page(value: tuple[int, int] | None) -> PageStride | None:
     """Check a pair (page_size_tokens, rows_per_page); None if slots are row numbers."""
     if value is None:
         return None
@@ -155,7 +147,7 @@ def page(value: tuple[int, int] | None) -> tuple[int, int] | None:
             f"page={value!r}, expected (page_size_tokens, rows_per_page) with 1 <= page_size_tokens <= "
             "rows_per_page; take both from the pool's RowPlacement"
         )
-    return None if page_size_tokens == rows_per_page else (page_size_tokens, rows_per_page)
+    return None if page_size_tokens == rows_per_page else PageStride(page_size_tokens, rows_per_page)
 
 
 def _is_whole(value: object) -> bool:
@@ -182,7 +174,9 @@ def output(
 ) -> None:
     """Check a tensor that is written; only `out` must have contiguous values in a head."""
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {_name(tensor.dtype)}, expected {_name(dtype)}; allocate another")
+        raise TypeError(
+            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; allocate another"
+        )
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, expected {shape}; slice or reshape it to that"

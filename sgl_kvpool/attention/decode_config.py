@@ -2,8 +2,8 @@
 
 The table has not been measured on a device yet. It follows from the load that a row puts on every unit of a
 multiprocessor, counted in the machine code of each tile: ``docs/attention.md``,
-``scripts/attention_facts.py``. The number of splits follows from the number of programs that a GPU runs at a
-time.
+``scripts/figures/attention_facts.py``. The number of splits follows from the number of programs that a GPU
+runs at a time.
 
 A choice depends on shapes and on the device only, never on the contents of a tensor, so that a captured CUDA
 graph can be replayed for other lists.
@@ -73,7 +73,7 @@ class TileConfig:
         Number of programs that fit an SM, by shared memory and registers.
     kernel : str
         "triton" (`triton_decode`) or "gluon" (`gluon_decode`).
-    late_parts : int
+    register_parts : int
         For `gluon_decode`: parts of a row that take no shared memory, because they are loaded into registers
         when their block begins and are decoded last. 1 is the rope; each further part is 64 bytes of the
         latent.
@@ -85,7 +85,7 @@ class TileConfig:
     stages: int
     programs_per_sm: int
     kernel: str = "triton"
-    late_parts: int = 0
+    register_parts: int = 0
 
     @property
     def min_blocks(self) -> int:
@@ -95,17 +95,8 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """A `TileConfig` and the number of its programs.
-
-    Attributes
-    ----------
-    tile : TileConfig
-    tiles : int
-        Tiles of query heads per list.
-    splits : int
-        Maximum number of splits of a list.
-    min_blocks : int
-        Minimum number of blocks of every split but a list's last.
+    """A `TileConfig`, its tiles of query heads per list, and the maximum number of splits of a list; every
+    split but the last has at least `min_blocks` blocks.
     """
 
     tile: TileConfig
@@ -114,14 +105,14 @@ class DecodeConfig:
     min_blocks: int
 
 
-def _single(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
+def _single(query_heads: int, kernel: str = "triton", register_parts: int = 0) -> TileConfig:
     """Tile for one program per SM: two warp groups, each of which decodes and attends half of a block."""
-    return TileConfig(query_heads, 128, 8, 1, 1, kernel, late_parts)
+    return TileConfig(query_heads, 128, 8, 1, 1, kernel, register_parts)
 
 
-def _double(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
+def _double(query_heads: int, kernel: str = "triton", register_parts: int = 0) -> TileConfig:
     """Tile for two programs per SM: one decodes while the other waits for products."""
-    return TileConfig(query_heads, 64, 4, 1, 2, kernel, late_parts)
+    return TileConfig(query_heads, 64, 4, 1, 2, kernel, register_parts)
 
 
 _E = SegmentEncoding
@@ -143,9 +134,9 @@ check_complete(
     "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
 )
 #: Tiles if `gluon_decode` can be used; `triton_decode` serves those that name no kernel. A block is also kept
-#: in shared memory as stored; the parts that do not fit there are late parts. 32 query heads of
-#: `fp8_block_scale` would need six late parts and spill 240 bytes. FP4's rope is late with 32 query heads,
-#: which saves clocks of shared memory; with 16 it would spill.
+#: in shared memory as stored; the parts that do not fit there are register parts. 32 query heads of
+#: `fp8_block_scale` would need six and spill 240 bytes. FP4's rope is one with 32 query heads, which saves
+#: clocks of shared memory; with 16 it would spill.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: _TRITON_TABLE[_E.BF16],
     _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3)),
@@ -189,16 +180,11 @@ def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> Tile
 
 @cache
 def decode_kernel_of(fmt: RowFormat) -> str:
-    """Choose the table of tiles, "gluon" or "triton", for rows of a format. No other place decides this.
+    """The decode kernel for rows of a format, "gluon" or "triton". The only place that decides it.
 
     Gluon's table has Triton's tile for more than 16 query heads of `fp8_block_scale`.
-    KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows that Gluon's kernel
-    cannot read.
-
-    Raises
-    ------
-    Refusal
-        If the variable is gluon, and the rows or this Triton do not allow it.
+    KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows or a Triton that do
+    not allow Gluon's kernel.
     """
     requested = env.choice(env.DECODE_KERNEL)
     if requested == "triton":
@@ -253,24 +239,10 @@ def decode_config(
 ) -> DecodeConfig:
     """Configuration of one call.
 
-    Parameters
-    ----------
-    fmt : RowFormat
-    heads, queries_per_list : int
-        Their product is the number of query heads that share the rows of a list.
-    lists : int
-        Groups of queries in the batch.
-    max_rows : int
-        Upper bound of a list's rows.
-    sm_count : int
-        Streaming multiprocessors of the device.
-
-    Returns
-    -------
-    DecodeConfig
-        The number of splits is the smallest that maximises the utilization of the device, in up to
-        `MAX_ROUNDS` rounds of programs. Its limits are `MAX_SPLITS` and the number of splits that `max_rows`
-        rows can fill.
+    `heads * queries_per_list` query heads share the rows of a list, of which there are at most `max_rows`;
+    `lists` is the number of groups of queries. The number of splits is the smallest that maximises the
+    utilization of the device, in up to `MAX_ROUNDS` rounds of programs. Its limits are `MAX_SPLITS` and the
+    number of splits that `max_rows` rows can fill.
     """
     query_heads = heads * queries_per_list
     tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))

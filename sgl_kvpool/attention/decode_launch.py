@@ -10,10 +10,11 @@ import torch
 from sgl_kvpool.attention.decode_checks import DecodeParams
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, DecodeConfig
 from sgl_kvpool.attention.triton_decode import decode_kernel
-from sgl_kvpool.attention.triton_merge import merge_kernel
+from sgl_kvpool.attention.triton_lists import merge_kernel
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
+from sgl_kvpool.memory.arrangement import PageStride
 
 __all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merge_constants"]
 
@@ -32,7 +33,7 @@ MERGE_WARPS = 4
 
 @cache
 def decode_constants(
-    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: PageStride | None
 ) -> dict[str, Any]:
     """Constexpr arguments of `decode_kernel` except ROW_STRIDE and NATIVE."""
     row = codec_triton.geometry(fmt)
@@ -56,26 +57,26 @@ def decode_constants(
 
 @cache
 def gluon_constants(
-    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: PageStride | None
 ) -> dict[str, Any]:
     """Constexpr arguments of `gluon_decode_kernel` except ROW_STRIDE."""
     row = codec_triton.geometry(fmt)
     return {
         **_of_both(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
-        "LATE": config.tile.late_parts,
+        "REG_PARTS": config.tile.register_parts,
         "WARPS": config.tile.warps,
     }
 
 
 def _of_both(
-    config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    config: DecodeConfig, heads: int, queries_per_list: int, page: PageStride | None
 ) -> dict[str, Any]:
     """Constexpr arguments that both decode kernels have."""
-    page_size_tokens, rows_per_page = page or (0, 0)
+    page = page or PageStride(0, 0)
     return {
-        "PAGE": page_size_tokens,
-        "PAGE_ROWS": rows_per_page,
+        "PAGE": page.page_size_tokens,
+        "PAGE_ROWS": page.rows_per_page,
         "HEADS": heads,
         "QUERIES": queries_per_list,
         "BLOCK_H": config.tile.query_heads,
@@ -100,25 +101,19 @@ def merge_constants(
 
 
 def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -> None:
-    """Compute `params.out` and `params.lse`.
-
-    Parameters
-    ----------
-    params : DecodeParams
-    partial : Tensor, float32, contiguous
-        At least `partial_elements` long; not used if `config.splits` is 1.
-    config : DecodeConfig
+    """Compute `params.out` and `params.lse`; `partial` is float32, at least `partial_elements` long, and
+    unused without splits.
     """
+    if len(params.out):
+        with codec_triton.launching_on(params.pool):
+            _launch(params, partial, config)
+
+
+def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -> None:
     p, pool = params, params.pool
-    if pool.is_cuda and pool.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever the device of its arguments.
-        with torch.cuda.device(pool.device):
-            return launch(params, partial, config)
     out, lse, fmt = p.out, p.lse, p.fmt
     tokens, heads, rank = out.shape
-    if tokens == 0:
-        return None
-    native = codec_triton._is_native(pool.device)
+    native = codec_triton.is_native(pool.device)
     splits = config.splits
     query_heads = tokens * heads
     results = results_lse = None
@@ -189,4 +184,3 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
             NATIVE=native,
             num_warps=MERGE_WARPS,
         )
-    return None

@@ -5,14 +5,14 @@ one tile of its query heads (of all its queries) and one split of the list, and 
 at a time, 16 rows for each of its warps. Unlike Triton, Gluon allows decoded rows to be the A operand of the
 score products in the registers in which they were decoded. The same registers are stored once, to the tile in
 shared memory that the value products read. If two programs per SM fit into shared memory, one decodes while
-the other multiplies. Some tiles load the last parts of a row late, into registers, instead of copying them
+the other multiplies. Some tiles load the last parts of a row into registers instead of copying them
 ahead to shared memory: most e4m3 tiles would not fit otherwise, and the largest FP4 tile saves clocks by it.
 
 Stages of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
     copies                start when block i - 1 has been decoded; overlap its softmax and value products
-    late parts            loaded into registers when the block begins, decoded last
+    register parts        loaded into registers when the block begins, decoded last
     scores                [64, BLOCK_H] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
     softmax               warps exchange maxima of scores; each lane keeps its sums until the end
     values                [128, BLOCK_H] += V^T P, four times
@@ -39,7 +39,7 @@ from sgl_kvpool.attention.gluon_operands import (
     in_operand_order,
     in_value_order,
     load_entries,
-    load_late,
+    load_register_parts,
     rope_order,
     row_numbers,
     scores_layout,
@@ -73,7 +73,7 @@ def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _program_again():
-    """`program_id(0)`, read again, so that tile, split and group take no registers during the loop.
+    """Re-reads `program_id(0)` after the loop, so that tile, split and group need no registers inside it.
 
     With int64 lists or several queries per list they would be spilled, 8 to 32 bytes.
     """
@@ -94,7 +94,7 @@ def _query_heads(
 def _load_queries(
     tiles, rope_tile, q, q_rope, q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride,
     tile, group, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr, HEADS: gl.constexpr,
-    QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
+    QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Store queries in the operands' order, [BLOCK_H, 128] of every chunk, and their rope, [BLOCK_H, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
@@ -112,13 +112,13 @@ def _load_queries(
         # The scores of both parts are added up, so the rope's queries carry the latent's factor. An e4m3
         # rope carries it itself (`_scores`).
         x = x.to(gl.float32) * _LATENT_FACTOR
-    rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, LATE)))
+    rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, REG_PARTS)))
 
 
 @gluon.jit
 def _scores(
-    raw, late, values, queries, rope_queries, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    ROPE: gl.constexpr, BLOCK_H: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
+    raw, parts, values, queries, rope_queries, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
+    ROPE: gl.constexpr, BLOCK_H: gl.constexpr, REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Scores of a block, float32 [rows, BLOCK_H], and its tile scales; stores its decoded latent in `values`.
 
@@ -130,8 +130,8 @@ def _scores(
     # The next chunk is decoded during products, unless registers are too few (16 query heads with 4 warps, 32
     # with 8) or tile scales separate the products.
     IN_FLIGHT: gl.constexpr = BLOCK_H <= 2 * WARPS and SCALE != "fp32"
-    COPIED: gl.constexpr = copied_words(R, NOPE, LATE)
-    OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # place of the rope among late words
+    COPIED: gl.constexpr = copied_words(R, NOPE, REG_PARTS)
+    OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # place of the rope among register parts
     words, scales, rope, _ = raw
     of_tiles = ()
     if SCALE == "fp32":
@@ -139,10 +139,10 @@ def _scores(
     s = gl.zeros([BLOCK, BLOCK_H], gl.float32, S)
     for c in gl.static_range(R // 128):
         if NOPE == "e2m1":
-            x = decoded_e2m1(words_of(words, late, c, COPIED, WARPS), scales, c, A, WARPS)
+            x = decoded_e2m1(words_of(words, parts, c, COPIED, WARPS), scales, c, A, WARPS)
         else:
-            codes = words_of(words, late, 2 * c, COPIED, WARPS)
-            more = words_of(words, late, 2 * c + 1, COPIED, WARPS)
+            codes = words_of(words, parts, 2 * c, COPIED, WARPS)
+            more = words_of(words, parts, 2 * c + 1, COPIED, WARPS)
             x = decoded_e4m3_twice(codes, more, A, WARPS)
         values[c].store(x)
         if IN_FLIGHT and c > 0:
@@ -155,14 +155,14 @@ def _scores(
             s = warpgroup_mma(x, queries[c].permute((1, 0)), s, is_async=True)
             if not IN_FLIGHT and (c < R // 128 - 1 or ROPE != "bf16"):
                 s = warpgroup_mma_wait(0, deps=[s])
-    if ROPE == "bf16" and LATE == 0:
+    if ROPE == "bf16" and REG_PARTS == 0:
         s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
     else:
         if ROPE == "bf16":
-            x = bf16_operand(late[OF_ROPE], late[OF_ROPE + 1], A, WARPS)
+            x = bf16_operand(parts[OF_ROPE], parts[OF_ROPE + 1], A, WARPS)
         else:
             EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
-            codes = words_of((rope,), late, OF_ROPE, 1 if LATE == 0 else 0, WARPS)
+            codes = words_of((rope,), parts, OF_ROPE, 1 if REG_PARTS == 0 else 0, WARPS)
             x = decoded_e4m3(codes, A, EXPONENT, WARPS)
         s = warpgroup_mma(x, rope_queries.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s]), of_tiles
@@ -195,15 +195,16 @@ def _write(
 
 @gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
 def gluon_decode_kernel(
-    q_ptr, q_rope_ptr, pool_ptr, ids_ptr, counts_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
+    q_ptr, q_rope_ptr, pool_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
     partial_lse_ptr, row_count, lists, bound, splits, min_blocks, query_heads,
-    q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride, ids_list_stride, ids_stride,
+    q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride,
+    kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr,
     QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr,
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
-    LATE: gl.constexpr, WARPS: gl.constexpr,
+    REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`."""
     BLOCK: gl.constexpr = 16 * WARPS
@@ -212,7 +213,7 @@ def gluon_decode_kernel(
     PER_HEAD: gl.constexpr = gl.SliceLayout(0, S)
     tile, split, group = place_of(gl.program_id(0), splits, TILES, SPLIT)
     list_index, length, begin, end = rows_of_part(
-        counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
+        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
     )
     if SPLIT:
         if begin >= length:
@@ -223,7 +224,7 @@ def gluon_decode_kernel(
         stop = gl.maximum(end, 1)  # without a merge, an empty list runs one block, without rows
     # Around a loop that may not run, Triton 3.8 adds a branch and spills the registers that both paths need.
     gl.assume(begin < stop)
-    ids = ids_ptr + list_index * ids_list_stride
+    kv_indices = kv_indices_ptr + list_index * kv_indices_list_stride
 
     values = _tiles(R // 128, BLOCK)
     queries = _tiles(R // 128, BLOCK_H)
@@ -232,23 +233,27 @@ def gluon_decode_kernel(
     for _ in gl.static_range(R // 128 if SCALE == "fp32" else 1):
         tile_of_weights = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK], A_TILE)
         weights_tiles = weights_tiles + (tile_of_weights,)  # noqa: RUF005
-    raw = allocate_raw(R, NOPE, SCALE, ROPE, LATE, WARPS)
+    raw = allocate_raw(R, NOPE, SCALE, ROPE, REG_PARTS, WARPS)
     numbers = raw[3]
 
     # Rows are copied one block ahead, row numbers are loaded two blocks ahead.
-    numbers.store(row_numbers(load_entries(ids, begin, end, ids_stride, WARPS), row_count, PAGE, PAGE_ROWS))
-    entries = load_entries(ids, begin + BLOCK, end, ids_stride, WARPS)
+    numbers.store(
+        row_numbers(
+            load_entries(kv_indices, begin, end, kv_indices_stride, WARPS), row_count, PAGE, PAGE_ROWS
+        )
+    )
+    entries = load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, WARPS)
     _barrier()
-    copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, LATE, WARPS)
+    copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
     async_copy.commit_group()
     _load_queries(
         queries, rope_queries, q_ptr, q_rope_ptr, q_token_stride, q_head_stride, q_rope_token_stride,
-        q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, BLOCK_H, LATE, WARPS,
+        q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, BLOCK_H, REG_PARTS, WARPS,
     )  # fmt: skip
     if QUERIES > 1:
         limits = gl.allocate_shared_memory(gl.int32, [BLOCK_H], numbers.layout)
         token, _, _ = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
-        limits.store(gl.minimum(row_count_of(counts_ptr, token, bound), length))
+        limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, bound), length))
 
     accumulators = ()
     for _ in gl.static_range(R // 128):
@@ -257,25 +262,25 @@ def gluon_decode_kernel(
     # Sums of weights are kept per lane; lanes are added up at the end.
     total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, BLOCK_H], gl.float32, S)), 1)
     # If the copied rope itself is an operand, a fence in every block makes the copy visible to the product.
-    COPIED_OPERAND: gl.constexpr = ROPE == "bf16" and LATE == 0
+    COPIED_OPERAND: gl.constexpr = ROPE == "bf16" and REG_PARTS == 0
     if not COPIED_OPERAND:
         fence_async_shared()  # the queries
     for start in range(begin, stop, BLOCK):
         present = numbers.load(gl.SliceLayout(1, S))
-        late = load_late(pool_ptr, present, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, LATE, WARPS)
+        parts = load_register_parts(pool_ptr, present, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, REG_PARTS, WARPS)
         live = (present >= 0)[:, None]
         async_copy.wait_group(0)
         if COPIED_OPERAND:
             fence_async_shared()
         _barrier()  # copies have arrived, and the values of the block before have been read
         numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS))
-        entries = load_entries(ids, start + 2 * BLOCK, end, ids_stride, WARPS)
+        entries = load_entries(kv_indices, start + 2 * BLOCK, end, kv_indices_stride, WARPS)
         s, of_tiles = _scores(
-            raw, late, values, queries, rope_queries, R, NOPE, SCALE, ROPE, BLOCK_H, LATE, WARPS
+            raw, parts, values, queries, rope_queries, R, NOPE, SCALE, ROPE, BLOCK_H, REG_PARTS, WARPS
         )
         _barrier()  # all warps have read the copied rows
         if start + BLOCK < end:
-            copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, LATE, WARPS)
+            copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
         async_copy.commit_group()
 
         if QUERIES > 1:

@@ -29,7 +29,7 @@ __all__ = [
     "in_operand_order",
     "in_value_order",
     "load_entries",
-    "load_late",
+    "load_register_parts",
     "rope_order",
     "row_numbers",
     "scores_layout",
@@ -119,8 +119,8 @@ _S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
-# --------------------------------------------------------------------------------------- late parts
-# The first of the LATE parts of a row is the rope; the others are the last 64-byte units of the latent.
+# --------------------------------------------------------------------------------------- register parts
+# The first of the REG_PARTS parts of a row is the rope; the others are the last 64-byte units of the latent.
 @gluon.constexpr_function
 def words_of_latent(R, NOPE):
     """Number of 64-byte units of a latent."""
@@ -128,23 +128,23 @@ def words_of_latent(R, NOPE):
 
 
 @gluon.constexpr_function
-def copied_words(R, NOPE, LATE):
+def copied_words(R, NOPE, REG_PARTS):
     """Number of 64-byte units of a latent that are copied to shared memory."""
-    return words_of_latent(R, NOPE) - max(0, LATE - 1)
+    return words_of_latent(R, NOPE) - max(0, REG_PARTS - 1)
 
 
 @gluon.constexpr_function
-def rope_order(ROPE, LATE):
+def rope_order(ROPE, REG_PARTS):
     """Order of a rope's columns as an operand, for `in_operand_order`."""
-    return "bf16 words" if ROPE == "bf16" and LATE > 0 else ROPE
+    return "bf16 words" if ROPE == "bf16" and REG_PARTS > 0 else ROPE
 
 
 # ------------------------------------------------------------------------------------- row numbers
 @gluon.jit
-def load_entries(ids, start, end, ids_stride, WARPS: gl.constexpr):
+def load_entries(kv_indices, start, end, kv_indices_stride, WARPS: gl.constexpr):
     """A block of entries of a list from `start`, int32 or int64; -1 from `end` on."""
     position = start + gl.arange(0, 16 * WARPS, _entries_layout(WARPS))
-    return gl.load(ids + position.to(gl.int64) * ids_stride, mask=position < end, other=-1)
+    return gl.load(kv_indices + position.to(gl.int64) * kv_indices_stride, mask=position < end, other=-1)
 
 
 @gluon.jit
@@ -156,7 +156,7 @@ def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr)
 
 @gluon.jit
 def allocate_raw(
-    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, LATE: gl.constexpr,
+    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, REG_PARTS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for a block: (words of every 64 bytes, scales, rope, row numbers of the next block).
@@ -165,7 +165,7 @@ def allocate_raw(
     """
     BLOCK: gl.constexpr = 16 * WARPS
     words = ()
-    for _ in gl.static_range(copied_words(R, NOPE, LATE)):
+    for _ in gl.static_range(copied_words(R, NOPE, REG_PARTS)):
         words = words + (gl.allocate_shared_memory(gl.int32, [BLOCK, 16], _S_WORDS),)  # noqa: RUF005
     numbers = gl.allocate_shared_memory(gl.int32, [BLOCK], _S_NUMBERS)
     if SCALE == "ue5m3":
@@ -174,7 +174,7 @@ def allocate_raw(
         scales = gl.allocate_shared_memory(gl.float32, [BLOCK, R // 128], _S_TILE_SCALES)
     else:
         scales = numbers
-    if LATE > 0:
+    if REG_PARTS > 0:
         rope = numbers
     elif ROPE == "bf16":
         rope = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 64], A_TILE)
@@ -194,7 +194,7 @@ def _starts(pool, numbers, ROW_STRIDE: gl.constexpr):
 @gluon.jit
 def copy_rows(
     pool, raw, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, LATE: gl.constexpr,
+    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, REG_PARTS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start to copy the rows whose numbers are in shared memory; zeros where the number is -1.
@@ -206,16 +206,16 @@ def copy_rows(
     rows, live = _starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
     column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
     at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
-    for c in gl.static_range(copied_words(R, NOPE, LATE)):
+    for c in gl.static_range(copied_words(R, NOPE, REG_PARTS)):
         async_copy.async_copy_global_to_shared(words[c], at + c * 16, mask=live)
-    if LATE == 0 and ROPE == "bf16":
+    if REG_PARTS == 0 and ROPE == "bf16":
         HALVES: gl.constexpr = _copy_rope_layout(WARPS)
         start = gl.convert_layout(rows.reshape([16 * WARPS]), gl.SliceLayout(1, HALVES), assert_trivial=True)
         is_row = gl.convert_layout(live.reshape([16 * WARPS]), gl.SliceLayout(1, HALVES), assert_trivial=True)
         column = gl.arange(0, 64, gl.SliceLayout(0, HALVES))[None, :]
         at = (start.expand_dims(1) + ROPE_AT).to(gl.pointer_type(gl.bfloat16)) + column
         async_copy.async_copy_global_to_shared(rope, gl.multiple_of(at, [16, 16]), mask=is_row.expand_dims(1))
-    elif LATE == 0:
+    elif REG_PARTS == 0:
         async_copy.async_copy_global_to_shared(rope, at + ROPE_AT // 4, mask=live)
     if SCALE != "":
         SCALES: gl.constexpr = _copy_scales_layout(WARPS, SCALE)
@@ -226,38 +226,39 @@ def copy_rows(
 
 
 @gluon.jit
-def load_late(
+def load_register_parts(
     pool, numbers, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr,
-    ROPE_AT: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
+    ROPE_AT: gl.constexpr, REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Late parts of the rows `numbers`: words of the latent, then of the rope, int32 [rows, 16] each.
+    """Load the parts of rows that are not copied to shared memory, int32 [rows, 16] each: words of the
+    latent, then of the rope.
 
     Zeros where the number is -1, as in `copy_rows`.
     """
-    late = ()
-    if LATE > 0:
+    parts = ()
+    if REG_PARTS > 0:
         WORDS: gl.constexpr = _words_layout(WARPS)
         rows, live = _starts(
             pool, gl.convert_layout(numbers, gl.SliceLayout(1, WORDS), assert_trivial=True), ROW_STRIDE
         )
         column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
         at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
-        FIRST: gl.constexpr = copied_words(R, NOPE, LATE)
-        for c in gl.static_range(LATE - 1):
-            late = late + (gl.load(at + (FIRST + c) * 16, mask=live, other=0),)  # noqa: RUF005
+        FIRST: gl.constexpr = copied_words(R, NOPE, REG_PARTS)
+        for c in gl.static_range(REG_PARTS - 1):
+            parts = parts + (gl.load(at + (FIRST + c) * 16, mask=live, other=0),)  # noqa: RUF005
         for c in gl.static_range(2 if ROPE == "bf16" else 1):
-            late = late + (gl.load(at + (ROPE_AT // 4 + c * 16), mask=live, other=0),)  # noqa: RUF005
-    return late
+            parts = parts + (gl.load(at + (ROPE_AT // 4 + c * 16), mask=live, other=0),)  # noqa: RUF005
+    return parts
 
 
 # --------------------------------------------------------------------------------------- decoding
 @gluon.jit
-def words_of(words, late, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr):
-    """int32 [rows, 16], 64 bytes of every row, from shared memory or, for late parts, from registers."""
+def words_of(words, parts, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr):
+    """int32 [rows, 16], 64 bytes of every row, from shared memory or, for register parts, from registers."""
     if which < COPIED:
         return words[which].load(_words_layout(WARPS))
     else:
-        return late[which - COPIED]
+        return parts[which - COPIED]
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ class SGLangReaders:
     ----------
     backends : frozenset of str
         Attention backends that read rows of a dense pool directly.
-    casters : mapping of str to tuple of str
+    casting_backends : mapping of str to tuple of str
         Backends that could read the rows, but in every call of these phases cast the layer's full pool to the
         model's dtype, whatever the size of the batch. They are refused in these phases.
     dsa : frozenset of str
@@ -69,7 +69,7 @@ class SGLangReaders:
     """
 
     backends: frozenset[str] = frozenset()
-    casters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    casting_backends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dsa: frozenset[str] = frozenset()
     dsa_gathered: frozenset[str] = frozenset()
     dsa_copied: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
             "trtllm_mla",
             "cutedsl_mla",
         ),
-        casters={
+        casting_backends={
             "flashinfer": PHASES,  # flashinfer_mla_backend.py:761 and :822
             "fa3": PHASES,  # flashattention_backend.py:1944 and :2350
             "flashmla": PHASES[:1],  # flashmla_backend.py:524 calls flashinfer's prefill
@@ -172,14 +172,12 @@ def _stock(layout: MLAKVCacheLayout, arrangement: KVArrangement) -> frozenset[st
 
 def casts_pool(backend: str, layout: MLAKVCacheLayout, phase: str | None = None) -> bool:
     """Whether the backend would cast full pools of this layout in a phase; None means in every phase."""
-    phases = SGLANG_READERS[layout].casters.get(backend, ())
+    phases = SGLANG_READERS[layout].casting_backends.get(backend, ())
     return phases == PHASES if phase is None else phase in phases
 
 
 def readers(
-    layout: MLAKVCacheLayout,
-    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
-    phase: str | None = None,
+    layout: MLAKVCacheLayout, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR, phase: str | None = None
 ) -> tuple[str, ...]:
     """Names of all backends that read a layout in an arrangement, ours first; empty for `head_major`.
 
@@ -200,13 +198,16 @@ _BLACKWELL_ONLY = frozenset({"trtllm_mla", "cutedsl_mla", "fa4"})
 
 
 def suggestions(
-    layout: MLAKVCacheLayout, device: str, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+    layout: MLAKVCacheLayout,
+    device: str,
+    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
+    phase: str | None = None,
 ) -> tuple[str, ...]:
-    """Stock backends to propose for a layout on a device: "cpu", or "cuda" for a Hopper GPU.
+    """Stock backends to propose for a layout on a device: "cpu", or "cuda" for a Hopper GPU; as `readers`.
 
     `can_read` checks what a user names; this function only limits proposals to backends that run there.
     """
-    stock = frozenset(readers(layout, arrangement)) - {KVPOOL_BACKEND}
+    stock = frozenset(readers(layout, arrangement, phase)) - {KVPOOL_BACKEND}
     fitting = stock & _ON_CPU if device == "cpu" else stock - _ON_CPU - _BLACKWELL_ONLY
     return tuple(sorted(fitting))
 
@@ -229,20 +230,7 @@ def obstacle(arrangement: KVArrangement) -> str:
 
 
 def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:
-    """Refuse backends that cannot read a pool.
-
-    Parameters
-    ----------
-    layout : MLAKVCacheLayout
-    arrangement : KVArrangement
-    backends : sequence of str, or str
-        Names of all backends that will read the pool; may be empty or contain duplicates.
-
-    Raises
-    ------
-    ValueError
-        If a backend cannot read the pool; the message names such backends, and the backends that can read it.
-    """
+    """Refuse backends that cannot read a pool; the message also names those that can."""
     if isinstance(backends, str):
         backends = (backends,)
     unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]

@@ -24,8 +24,7 @@ from typing import Any
 
 from sgl_kvpool.attention.readers import SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sizes import whole_number
+from sgl_kvpool.refusal import Refusal, whole_number
 
 __all__ = [
     "DECODE_MODES",
@@ -51,17 +50,19 @@ class TopkTransform(Enum):
 
 
 class UnsupportedCombination(Refusal):
-    """A layout, implementations and a mode for which a kernel would get rows that it cannot read.
+    """No top-k transform works: some kernel would read rows of this layout in the wrong format.
 
     Attributes
     ----------
+    problem, remedy : str
+        The two halves of the message.
     instead : tuple of str or None
-        Implementations (prefill, decode) that work instead; None if the message names another way out.
+        Implementations (prefill, decode) that work instead; None if the message names something else.
     """
 
-    def __init__(self, text: str, instead: tuple[str, str] | None = None) -> None:
-        super().__init__(text)
-        self.instead = instead
+    def __init__(self, problem: str, remedy: str, instead: tuple[str, str] | None = None) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy, self.instead = problem, remedy, instead
 
 
 #: Name of our decode in this table. In SGLang's arguments it is called `SPARSE_BF16`, after the decode that
@@ -83,14 +84,7 @@ IDLE_MODES = ("IDLE", "PREBUILT")
 class _Implementation:
     """Requirements of an implementation of SGLang's sparse attention, or of our decode.
 
-    `readers.SGLANG_READERS` lists the rows that it reads.
-
-    Attributes
-    ----------
-    ragged_modes : tuple of str
-        Modes in which rows can be gathered for it.
-    prefill, decode : bool
-        Whether the implementation can be the prefill or the decode.
+    `readers.SGLANG_READERS` lists the rows that it reads; in `ragged_modes` rows can be gathered for it.
     """
 
     ragged_modes: tuple[str, ...] = EXTEND_MODES
@@ -177,8 +171,8 @@ def select_topk_transform(
     ------
     UnsupportedCombination
         If one side cannot read the rows, the two sides do not work together, or the mode is not supported.
-        The message names the reason and the way out: the nearest pair that works, or with pooled index keys
-        (`index_kpool` above 1) the layout `bf16`.
+        The message names the reason and what to use instead: the nearest pair that works, or with pooled
+        index keys (`index_kpool` above 1) the layouts that work.
     ValueError
         If a name is not a layout, implementation or mode, or `index_kpool` is below 1.
     """
@@ -200,7 +194,7 @@ def _select(
     problem = _problem(layout, prefill, decode)
     if problem is not None:
         raise UnsupportedCombination(
-            f"{problem}; {nearest_pair(layout, prefill, decode)}", _nearest(layout, prefill, decode)
+            problem, nearest_pair(layout, prefill, decode), _nearest(layout, prefill, decode)
         )
     if mode not in EXTEND_MODES or not _reads_gathered(prefill, layout):
         return TopkTransform.PAGED
@@ -224,18 +218,10 @@ def check_combination(
     *,
     index_kpool: int = 1,
 ) -> None:
-    """Refuse combinations that fail for some batch of a server; parameters as `select_topk_transform`.
+    """Refuse combinations that fail for some batch of a server; otherwise as `select_topk_transform`.
 
-    Parameters
-    ----------
-    modes : tuple of str
-        Modes of the server's batches.
-
-    Raises
-    ------
-    UnsupportedCombination, ValueError
-        As `select_topk_transform`. With pooled index keys (`index_kpool` above 1) also for combinations that
-        SGLang would refuse at the first batch, or whose rows it would read wrongly.
+    With pooled index keys (`index_kpool` above 1) also those that SGLang would refuse at the first batch, or
+    whose rows it would read wrongly.
     """
     for mode in modes:
         select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
@@ -261,8 +247,9 @@ def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, mod
         if mode in EXTEND_MODES and mode not in wired:
             raise UnsupportedCombination(
                 f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
-                f"{mode}; leave out the option that makes such batches ({_MAKERS[mode]}), or "
-                f"{nearest_pair(layout, prefill, decode)}"
+                f"{mode}",
+                f"leave out the option that makes such batches ({_MAKERS[mode]}), or "
+                f"{nearest_pair(layout, prefill, decode)}",
             )
 
 
@@ -292,12 +279,27 @@ def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
     return None
 
 
+#: Implementations that read `fp8` rows of models with pooled index keys on Hopper.
+_KPOOL_FP8 = ("tilelang", "tilelang")
+
+
+def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCombination:
+    """The error for a model with pooled index keys; its message names the narrowest rows that work first."""
+    fp8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+    remedy = (
+        f"use --kv-cache-layout {fp8} --dsa-prefill-backend {_KPOOL_FP8[0]} --dsa-decode-backend "
+        f"{_KPOOL_FP8[1]}, or use --kv-cache-layout {MLAKVCacheLayout.BF16} and leave out "
+        "--dsa-prefill-backend, --dsa-decode-backend"
+    )
+    return UnsupportedCombination(problem, remedy, _KPOOL_FP8 if layout is fp8 else None)
+
+
 def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> None:
     if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
-        raise UnsupportedCombination(
+        raise _kpool_unsupported(
+            layout,
             f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled index "
-            "keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or trtllm; use "
-            f"--kv-cache-layout {MLAKVCacheLayout.BF16}"
+            "keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or trtllm",
         )
 
 
@@ -313,14 +315,14 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
         reader = "fa3" if sparse else name
         if reader not in _KPOOL_READERS or not _reads_stored(reader, layout):
             attended = "" if reader == name else f" (attended by {reader} for such models)"
-            raise UnsupportedCombination(
+            raise _kpool_unsupported(
+                layout,
                 f"DSA {side} {name}{attended} cannot read rows of KV cache layout {layout} with pooled index "
-                f"keys (index_kpool above 1); use --kv-cache-layout {MLAKVCacheLayout.BF16} and leave out "
-                "--dsa-prefill-backend and --dsa-decode-backend"
+                "keys (index_kpool above 1)",
             )
     problem = _problem(layout, prefill, decode)
     if problem is not None:
-        raise UnsupportedCombination(f"{problem}; use --kv-cache-layout {MLAKVCacheLayout.BF16}")
+        raise _kpool_unsupported(layout, problem)
 
 
 def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:

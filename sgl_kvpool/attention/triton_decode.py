@@ -1,4 +1,4 @@
-"""The kernel of `mla_decode` that reads and attends rows; the kernel in `triton_merge` merges splits.
+"""The kernel of `mla_decode` that reads and attends rows; the kernel in `triton_lists` merges splits.
 
 A program of `decode_kernel` takes one list of rows, one tile of its query heads (of all its queries) and one
 split of the list, and processes `BLOCK` rows of that split at a time. A row is read once for scores and
@@ -45,10 +45,10 @@ def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr
 
 
 @triton.jit
-def _load_entries(ids, start, end, ids_stride, BLOCK: tl.constexpr):
+def _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK: tl.constexpr):
     """Entries `start` to `start + BLOCK` of a list, [BLOCK, 1]; -1 from `end` on."""
     position = start + tl.arange(0, BLOCK)[:, None]
-    return tl.load(ids + position.to(tl.int64) * ids_stride, mask=position < end, other=-1)
+    return tl.load(kv_indices + position.to(tl.int64) * kv_indices_stride, mask=position < end, other=-1)
 
 
 @triton.jit
@@ -205,8 +205,8 @@ def decode_kernel(
     q_ptr,  # bf16 or fp16
     q_rope_ptr,  # of the same type; None if P is 0
     pool_ptr,  # uint8
-    ids_ptr,  # int32 or int64 [lists, bound]
-    counts_ptr,  # int32 or int64 [T]
+    kv_indices_ptr,  # int32 or int64 [lists, bound]
+    kv_lens_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
     out_ptr,  # [T, H, R], written for lists with one split
     lse_ptr,  # fp32 [T, H], written for lists with one split
@@ -222,8 +222,8 @@ def decode_kernel(
     q_head_stride,
     q_rope_token_stride,
     q_rope_head_stride,
-    ids_list_stride,
-    ids_stride,
+    kv_indices_list_stride,
+    kv_indices_stride,
     out_token_stride,
     out_head_stride,
     lse_token_stride,
@@ -261,7 +261,7 @@ def decode_kernel(
     DIRECT: tl.constexpr = NATIVE and not AHEAD
     tile, split, group = place_of(tl.program_id(0), splits, TILES, SPLIT)
     list_index, length, begin, end = rows_of_part(
-        counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
+        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
     )
     if SPLIT and begin >= length:
         return  # an empty split, which the merge skips; if not SPLIT, its result is written below
@@ -270,7 +270,7 @@ def decode_kernel(
     exists = query_head < QUERIES * HEADS
     token = group * QUERIES + tl.where(exists, query_head // HEADS, 0)
     head = query_head % HEADS
-    limit = tl.minimum(row_count_of(counts_ptr, token, bound), length)[None, :]  # [1, BLOCK_H]
+    limit = tl.minimum(row_count_of(kv_lens_ptr, token, bound), length)[None, :]  # [1, BLOCK_H]
 
     # Queries, transposed: [CHUNK, BLOCK_H] of every chunk and [P, BLOCK_H].
     q_nope = ()
@@ -290,7 +290,7 @@ def decode_kernel(
         accumulators = accumulators + (tl.zeros([CHUNK, BLOCK_H], tl.float32),)  # noqa: RUF005
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # largest score so far, in powers of two
     total = tl.zeros([BLOCK_H], tl.float32)
-    ids = ids_ptr + list_index * ids_list_stride
+    kv_indices = kv_indices_ptr + list_index * kv_indices_list_stride
 
     state = (top, total, accumulators)
     if AHEAD:
@@ -298,12 +298,12 @@ def decode_kernel(
         # iteration to the next, because Triton puts the first operand of a product into shared memory only if
         # it comes from a load or an earlier iteration. Otherwise the first operand of the scores would be in
         # registers, loaded from a second copy of the rows in shared memory.
-        entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
+        entries = _load_entries(kv_indices, begin, end, kv_indices_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
             SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
         )  # fmt: skip
-        entries = _load_entries(ids, begin + BLOCK, end, ids_stride, BLOCK)
+        entries = _load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, BLOCK)
         operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
         scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
         for start in range(begin, end, BLOCK):
@@ -313,7 +313,7 @@ def decode_kernel(
                 entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
                 SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
-            entries = _load_entries(ids, start + 2 * BLOCK, end, ids_stride, BLOCK)
+            entries = _load_entries(kv_indices, start + 2 * BLOCK, end, kv_indices_stride, BLOCK)
             seen = _seen(start, limit, live, QUERIES, BLOCK_H)
             state = _attend_block(
                 state, q_nope, q_rope, operands, scales, seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE
@@ -325,8 +325,9 @@ def decode_kernel(
         # The stored bytes are operands, and Triton's pipeline copies them ahead into shared memory.
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
-                _load_entries(ids, start, end, ids_stride, BLOCK), pool_ptr, row_count, ROW_STRIDE, PAGE,
-                PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
+                _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK), pool_ptr, row_count,
+                ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE,
+                ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
             seen = _seen(start, limit, live, QUERIES, BLOCK_H)

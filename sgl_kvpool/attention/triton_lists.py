@@ -1,11 +1,14 @@
-"""Device functions of `mla_decode`'s kernels for their lists."""
+"""Lists of `mla_decode` and their splits: device functions, and the kernel that merges splits."""
 
 import triton
 import triton.language as tl
 
+from sgl_kvpool.codec.triton_scalars import fp32_to
+
 __all__ = [
     "list_length",
     "list_of",
+    "merge_kernel",
     "place_of",
     "row_count_of",
     "rows_of_entries",
@@ -13,12 +16,15 @@ __all__ = [
     "rows_per_split",
 ]
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
-def row_count_of(counts_ptr, tokens, bound):
+def row_count_of(kv_lens_ptr, tokens, bound):
     """Number of rows that each token attends, clamped to 0..`bound` before it becomes int32."""
-    counts = tl.load(counts_ptr + tokens)
-    return tl.minimum(tl.maximum(counts, 0), bound).to(tl.int32)
+    kv_lens = tl.load(kv_lens_ptr + tokens)
+    return tl.minimum(tl.maximum(kv_lens, 0), bound).to(tl.int32)
 
 
 @triton.jit
@@ -34,11 +40,11 @@ def rows_of_entries(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.conste
 
 
 @triton.jit
-def list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
+def list_length(kv_lens_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
     """Maximum number of rows that a query of a group attends."""
-    length = row_count_of(counts_ptr, group * QUERIES, bound)
+    length = row_count_of(kv_lens_ptr, group * QUERIES, bound)
     for query in tl.static_range(1, QUERIES):
-        length = tl.maximum(length, row_count_of(counts_ptr, group * QUERIES + query, bound))
+        length = tl.maximum(length, row_count_of(kv_lens_ptr, group * QUERIES + query, bound))
     # A list that does not exist has no rows.
     return tl.where((list_index >= 0) & (list_index < lists), length, 0)
 
@@ -72,15 +78,84 @@ def place_of(program, splits, TILES: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def rows_of_part(
-    counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES: tl.constexpr,
+    kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """(list, its length, begin, end) of one split of a group's list; an empty split has begin >= length."""
+    """List of a program, its length, and the begin and end of the entries that it attends."""
     list_index = list_of(list_index_ptr, group)
-    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
+    length = list_length(kv_lens_ptr, list_index, lists, group, bound, QUERIES)
     if SPLIT:
         per_split = rows_per_split(length, splits, BLOCK, min_blocks)
         begin = split * per_split
         return list_index, length, begin, tl.minimum(begin + per_split, length)
     else:
         return list_index, length, 0, length
+
+
+@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "query_heads"])
+def merge_kernel(
+    partial_ptr,  # fp32 [splits, T, H, R], contiguous
+    partial_lse_ptr,  # fp32 [splits, T, H], contiguous
+    kv_lens_ptr,
+    list_index_ptr,
+    out_ptr,  # [T, H, R], written
+    lse_ptr,  # fp32 [T, H], written
+    lists,
+    bound,
+    splits,
+    min_blocks,
+    query_heads,  # T * H
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,  # this, `splits` and `min_blocks` as in `decode_kernel`
+    MOST: tl.constexpr,  # maximum number of splits, a power of two
+    TOGETHER: tl.constexpr,  # splits added at a time
+    NATIVE: tl.constexpr,
+):
+    """Merge `CHUNK` values of one query head; weights are the exponentials of each split's lse."""
+    query_head = tl.program_id(0).to(tl.int64)
+    token = query_head // HEADS
+    head = query_head % HEADS
+    group = token // QUERIES
+    list_index = list_of(list_index_ptr, group)
+    length = list_length(kv_lens_ptr, list_index, lists, group, bound, QUERIES)
+    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
+    filled = tl.cdiv(length, per_split)  # later splits were not written
+    if filled == 1:
+        return  # with one split, its program has written the results
+
+    split = tl.arange(0, MOST)
+    lse = tl.load(
+        partial_lse_ptr + split.to(tl.int64) * query_heads + query_head,
+        mask=split < filled,
+        other=float("-inf"),
+    )
+    top = tl.max(lse, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2((lse - shift) * _LOG2_E), 0)
+    normal = 1.0 / tl.where(total == 0, 1.0, total)  # total is 0 without rows; NaN stays NaN
+
+    at = out_ptr + token * out_token_stride + head * out_head_stride
+    first = tl.program_id(1) * CHUNK
+    values = first + tl.arange(0, CHUNK)
+    sums = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, filled, TOGETHER):
+        some = start + tl.arange(0, TOGETHER)
+        there = some < filled
+        place = some.to(tl.int64) * query_heads + query_head
+        # Loaded again, because a register array cannot be indexed.
+        some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+        weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
+        x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
+        sums += tl.sum(x * weight[:, None], 0)
+    tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
+    # The programs of all chunks compute the same lse; one writes it.
+    lse_at = lse_ptr + token * lse_token_stride + head * lse_head_stride
+    merged = shift + tl.where(total == 0, float("-inf"), tl.log2(total) * _LN_2)
+    tl.store(lse_at, merged, mask=first == 0)

@@ -62,10 +62,7 @@ def encode_rows(
 
 
 def decode_rows(
-    rows: torch.Tensor,
-    fmt: RowFormat,
-    dtype: torch.dtype = torch.bfloat16,
-    k_scale: float = 1.0,
+    rows: torch.Tensor, fmt: RowFormat, dtype: torch.dtype = torch.bfloat16, k_scale: float = 1.0
 ) -> torch.Tensor:
     """Decode rows into values.
 
@@ -217,14 +214,7 @@ def gather_parts(
 
 
 def prepare(fmt: RowFormat, device: torch.device | str) -> None:
-    """Compile the CPU codec for a row format now instead of at the first write; no effect on other devices.
-
-    Parameters
-    ----------
-    fmt : RowFormat
-    device : torch.device or str
-        Device of the pool.
-    """
+    """Compile the CPU codec for a row format now, not at the first write; no effect on other devices."""
     if torch.device(device).type == "cpu":
         compiled.encoder(fmt)
 

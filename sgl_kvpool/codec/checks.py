@@ -1,4 +1,4 @@
-"""Argument checks of the codec. Each message names the value, the limit and the way out."""
+"""Argument checks of the codec. Each message names the value, the limit and what to use instead."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from sgl_kvpool import env
 from sgl_kvpool.layout import Encoding, RowFormat
 
 __all__ = [
+    "allowed_dtype",
+    "dtype_names",
     "finite",
     "optional_rope",
     "output",
@@ -27,15 +29,14 @@ _OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SLOT_DTYPES = (torch.int32, torch.int64)
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+def dtype_names(*dtypes: torch.dtype) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _dtype(tensor: torch.Tensor, name: str, allowed: tuple[torch.dtype, ...]) -> None:
+def allowed_dtype(tensor: torch.Tensor, name: str, allowed: tuple[torch.dtype, ...], on: str = "") -> None:
     if tensor.dtype not in allowed:
         raise TypeError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, allowed: {_names(allowed)}; "
-            "convert it first"
+            f"{name} is {dtype_names(tensor.dtype)}, allowed{on}: {dtype_names(*allowed)}; convert it first"
         )
 
 
@@ -81,11 +82,11 @@ def values(
     k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Inputs of an encoder, checked and rounded to bf16."""
-    _dtype(k_nope, "k_nope", _INPUT_DTYPES)
+    allowed_dtype(k_nope, "k_nope", _INPUT_DTYPES)
     _matrix(k_nope, "k_nope", fmt.kv_lora_rank, fmt)
     k_rope = optional_rope(k_rope, fmt, "k_rope")
     if k_rope is not None:
-        _dtype(k_rope, "k_rope", _INPUT_DTYPES)
+        allowed_dtype(k_rope, "k_rope", _INPUT_DTYPES)
         _matrix(k_rope, "k_rope", fmt.qk_rope_head_dim, fmt)
         if len(k_rope) != len(k_nope):
             raise ValueError(
@@ -99,10 +100,7 @@ def values(
 def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False) -> None:
     """Check a pool or a tensor of rows; rows to be written must not overlap."""
     if rows.dtype != torch.uint8:
-        raise TypeError(
-            f"{name} is {str(rows.dtype).removeprefix('torch.')}, expected uint8; pass "
-            f"{name}.view(torch.uint8)"
-        )
+        raise TypeError(f"{name} is {dtype_names(rows.dtype)}, expected uint8; pass {name}.view(torch.uint8)")
     _matrix(rows, name, fmt.row_bytes, fmt)
     if written and len(rows) > 1 and rows.stride(0) < fmt.row_bytes:
         raise ValueError(
@@ -113,7 +111,7 @@ def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False
 
 def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None:
     """Check the slots of `rows`, one per token; values are checked on a CPU only."""
-    _dtype(indices, "slots", _SLOT_DTYPES)
+    allowed_dtype(indices, "slots", _SLOT_DTYPES)
     if indices.dim() != 1 or (tokens is not None and len(indices) != tokens):
         expected = "(tokens,)" if tokens is None else f"({tokens},)"
         raise ValueError(
@@ -131,23 +129,18 @@ def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None
 def output_dtype(dtype: torch.dtype) -> None:
     if dtype not in _OUTPUT_DTYPES:
         raise TypeError(
-            f"rows decode to {_names(_OUTPUT_DTYPES)}, not to {str(dtype).removeprefix('torch.')}; "
-            "decode to one of these and convert"
+            f"rows decode to {dtype_names(*_OUTPUT_DTYPES)}, not to {dtype_names(dtype)}; decode to one of "
+            "these and convert"
         )
 
 
 def output(
-    tensor: torch.Tensor,
-    name: str,
-    tokens: int,
-    columns: int,
-    dtype: torch.dtype,
-    rows: torch.Tensor,
+    tensor: torch.Tensor, name: str, tokens: int, columns: int, dtype: torch.dtype, rows: torch.Tensor
 ) -> None:
     if tensor.dtype != dtype:
         raise TypeError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, expected "
-            f"{str(dtype).removeprefix('torch.')}; pass dtype={name}.dtype or another {name}"
+            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; pass dtype={name}.dtype "
+            f"or another {name}"
         )
     _matrix(tensor, name, columns, None)
     if len(tensor) != tokens:
@@ -169,10 +162,7 @@ def scale(k_scale: float, fmt: RowFormat) -> float:
 
 
 def finite(
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    fmt: RowFormat,
-    slots: torch.Tensor | None,
+    k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, slots: torch.Tensor | None
 ) -> None:
     """With KVPOOL_CHECK_FINITE, raise on NaN and infinity, which encoders otherwise replace; syncs CUDA."""
     if not env.flag(env.CHECK_FINITE):

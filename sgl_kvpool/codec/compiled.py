@@ -1,13 +1,12 @@
-"""CPU codec: C++ encodes (g++ compiles it through tvm-ffi at first use, in 5 s), torch decodes.
+"""CPU codec: C++ encodes (g++ compiles it at first use, in 5 s), torch decodes.
 
 The bytes equal those of `reference`, the fallback without a compiler, which is several times slower.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 from sgl_kvpool import metrics
 from sgl_kvpool.codec import reference
 from sgl_kvpool.codec.reference import gather_parts
-from sgl_kvpool.compiler import cpu_flags, ninja_on_path
-from sgl_kvpool.layout import Encoding, RowFormat
-
-logger = logging.getLogger(__name__)
+from sgl_kvpool.compiler import Module, cpu_flags
+from sgl_kvpool.layout import Encoding, RowFormat, check_encodings
 
 __all__ = [
     "CSRC",
@@ -42,7 +39,9 @@ _LATENT_IDS = {
     (Encoding.E4M3, Encoding.FP32): 2,
     (Encoding.E2M1, Encoding.UE5M3): 3,
 }
-_ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
+_ROPE_IDS = {(Encoding.BF16, None): 0, (Encoding.E4M3, None): 1}
+check_encodings(_LATENT_IDS, "_LATENT_IDS of sgl_kvpool/codec/compiled.py", ["latent"])
+check_encodings(_ROPE_IDS, "_ROPE_IDS of sgl_kvpool/codec/compiled.py", ["rope"])
 #: Tensor classes whose memory C++ can read.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
@@ -57,7 +56,7 @@ def row_layout(fmt: RowFormat) -> list[int]:
     scale, rope = fmt.scale, fmt.rope
     return [
         latent_id(fmt),
-        0 if rope is None else _ROPE_IDS[rope.encoding],
+        0 if rope is None else _ROPE_IDS[rope.encoding, None],
         fmt.nope.count,
         0 if rope is None else rope.count,
         fmt.nope.offset_bytes,
@@ -72,26 +71,10 @@ def row_layout(fmt: RowFormat) -> list[int]:
 
 @cache
 def module(*, required: bool = False) -> Any:
-    """The compiled encoder; None if the build fails, which is logged and counted.
-
-    Parameters
-    ----------
-    required : bool
-        Raise the error of a failed build instead.
-    """
-    # A damaged file in tvm-ffi's cache ends the process without a message; this line is then the last of the
-    # log and names the cause.
-    logger.info("sgl-kvpool: loading the CPU codec, which tvm-ffi compiles and keeps in its cache folder")
+    """The compiled encoder. If the build fails: its error if `required`, else None, logged and counted."""
     try:
-        from tvm_ffi import cpp
-
-        with ninja_on_path():
-            return cpp.load(
-                "sgl_kvpool_cpu_codec",
-                sources=[str(CSRC / "cpu_codec.cpp")],
-                extra_cflags=cpu_flags(torch.backends.cpu.get_cpu_capability()),
-                extra_include_paths=[str(CSRC)],
-            )
+        flags = cpu_flags(torch.backends.cpu.get_cpu_capability())
+        return Module("sgl_kvpool_cpu_codec", CSRC / "cpu_codec.cpp", flags).load()
     except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
         if required:
             raise
@@ -114,11 +97,7 @@ def _row_layout(fmt: RowFormat) -> torch.Tensor:
 
 
 def encode_rows(
-    rows: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    fmt: RowFormat,
-    k_scale: float,
+    rows: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, k_scale: float
 ) -> None:
     """As `reference.encode_rows`."""
     # Tensors of other classes, such as torch's fake tensors, have no memory that C++ can read.
@@ -132,13 +111,4 @@ def encode_rows(
     encode(rows, k_nope, rope, _row_layout(fmt), k_scale, torch.get_num_threads())
 
 
-def store_rows(
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    fmt: RowFormat,
-    k_scale: float,
-) -> None:
-    """As `reference.store_rows`."""
-    reference.store_rows(pool, slots, k_nope, k_rope, fmt, k_scale, encode=encode_rows)
+store_rows = partial(reference.store_rows, encode=encode_rows)

@@ -2,8 +2,7 @@
 
 ``sgl_kvpool.codec`` has checked the arguments; this module does not validate. On a CPU, rows are processed in
 chunks of `_CHUNK_ROWS`, whose intermediate tensors stay in a core's cache: otherwise each elementwise pass
-between input and output would go through memory. A new encoding is one entry in
-`_ENCODERS` and one in `_DECODERS`.
+between input and output would go through memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from sgl_kvpool.codec import scalars
-from sgl_kvpool.layout import Encoding, RowFormat, Segment
+from sgl_kvpool.layout import Encoding, RowFormat, Segment, check_encodings
 
 __all__ = ["encode_rows", "gather_parts", "store_rows"]
 
@@ -98,6 +97,7 @@ _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
     (Encoding.E4M3, Encoding.FP32): _encode_e4m3_fp32,
     (Encoding.E2M1, Encoding.UE5M3): _encode_e2m1_ue5m3,
 }
+check_encodings(_ENCODERS, "_ENCODERS of sgl_kvpool/codec/reference.py")
 
 # --------------------------------------------------------------------------------------- decoding
 # A decoder takes the bytes of the values and of the scales (None without scales), uint8 [tokens, size_bytes]
@@ -105,11 +105,7 @@ _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
 
 
 def _decode_bf16(
-    codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    k_scale: float,
-    out: torch.Tensor,
-    scratch: _Scratch,
+    codes: torch.Tensor, scales: torch.Tensor | None, k_scale: float, out: torch.Tensor, scratch: _Scratch
 ) -> None:
     out.copy_(codes.view(torch.bfloat16))
 
@@ -123,11 +119,7 @@ def _look_up(table: torch.Tensor, index: torch.Tensor, scratch: _Scratch) -> tor
 
 
 def _decode_e4m3(
-    codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    k_scale: float,
-    out: torch.Tensor,
-    scratch: _Scratch,
+    codes: torch.Tensor, scales: torch.Tensor | None, k_scale: float, out: torch.Tensor, scratch: _Scratch
 ) -> None:
     # Two bytes at a time by table: torch's own cast from e4m3 is several times slower on a CPU.
     values = _look_up(scalars.e4m3_pairs_table(codes.device), codes.view(torch.int16), scratch)
@@ -145,11 +137,7 @@ def _decode_e4m3(
 
 
 def _decode_e2m1_ue5m3(
-    codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    k_scale: float,
-    out: torch.Tensor,
-    scratch: _Scratch,
+    codes: torch.Tensor, scales: torch.Tensor | None, k_scale: float, out: torch.Tensor, scratch: _Scratch
 ) -> None:
     assert scales is not None
     # The 8 code bytes of a block share a scale byte: an int64 holds 8 copies of the scale byte.
@@ -166,16 +154,13 @@ _DECODERS: dict[tuple[Encoding, Encoding | None], Callable[..., None]] = {
     (Encoding.E4M3, Encoding.FP32): _decode_e4m3,
     (Encoding.E2M1, Encoding.UE5M3): _decode_e2m1_ue5m3,
 }
+check_encodings(_DECODERS, "_DECODERS of sgl_kvpool/codec/reference.py")
 
 # ------------------------------------------------------------------------------------------- rows
 
 
 def encode_rows(
-    rows: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    fmt: RowFormat,
-    k_scale: float,
+    rows: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, k_scale: float
 ) -> None:
     """Encode bf16 [tokens, R] and [tokens, P] (or None) into `rows`, uint8 [tokens, row_bytes]."""
     rows[:, fmt.payload_bytes :] = 0

@@ -12,6 +12,7 @@ row offsets are int64.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = [
     "gather_kernel",
     "gather_parts",
     "geometry",
+    "is_native",
+    "launching_on",
     "store_kernel",
     "store_rows",
 ]
@@ -194,19 +197,22 @@ def geometry(fmt: RowFormat) -> dict[str, Any]:
 
 
 @cache
-def _is_native(device: torch.device) -> bool:
+def is_native(device: torch.device) -> bool:
     """Whether this device has IEEE-conforming conversions to and from e4m3 and bf16."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
+    """Launch on the device of a tensor: Triton takes the current device, whatever its arguments are on."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
 def encode_rows(
-    rows: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    fmt: RowFormat,
-    k_scale: float,
+    rows: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, k_scale: float
 ) -> None:
     """As `reference.encode_rows`."""
     store_rows(rows, None, k_nope, k_rope, fmt, k_scale)
@@ -249,26 +255,22 @@ def _launch(
     tokens = len(nope)
     if tokens == 0:
         return
-    if pool.is_cuda and pool.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, not on that of its arguments.
-        with torch.cuda.device(pool.device):
-            _launch(kernel, tokens_per_program, pool, slots, nope, rope, fmt, k_scale)
-        return
-    kernel[(triton.cdiv(tokens, tokens_per_program),)](
-        pool,
-        slots,
-        nope,
-        rope,
-        tokens,
-        len(pool),
-        pool.stride(0),
-        0 if slots is None else slots.stride(0),
-        nope.stride(0),
-        0 if rope is None else rope.stride(0),
-        k_scale,
-        **geometry(fmt),
-        TOKENS=tokens_per_program,
-        NATIVE=_is_native(pool.device),
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )
+    with launching_on(pool):
+        kernel[(triton.cdiv(tokens, tokens_per_program),)](
+            pool,
+            slots,
+            nope,
+            rope,
+            tokens,
+            len(pool),
+            pool.stride(0),
+            0 if slots is None else slots.stride(0),
+            nope.stride(0),
+            0 if rope is None else rope.stride(0),
+            k_scale,
+            **geometry(fmt),
+            TOKENS=tokens_per_program,
+            NATIVE=is_native(pool.device),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )

@@ -90,17 +90,7 @@ def load_as(
         return bits.to(tl.bfloat16, bitcast=True)
     else:
         x = load_values(
-            rows,
-            live,
-            k_scale,
-            FIRST,
-            COUNT,
-            ENCODING,
-            VALUES_AT,
-            SCALE,
-            BLOCK,
-            SCALE_AT,
-            NATIVE,
+            rows, live, k_scale, FIRST, COUNT, ENCODING, VALUES_AT, SCALE, BLOCK, SCALE_AT, NATIVE
         )
         return fp32_to(x, DTYPE, NATIVE)
 

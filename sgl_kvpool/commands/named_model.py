@@ -29,8 +29,6 @@ class NamedModel:
 
     Attributes
     ----------
-    named : str
-        The user's text, which the launch command repeats.
     config : str or None
         Text of its config.json; None for a name on Hugging Face, for which `sglang_path` fetches it.
     weights_gib : float or None
@@ -134,11 +132,11 @@ def find_model(named: str) -> NamedModel:
         If `named` is not a folder, file or name as above, or the file is not a JSON object.
     """
     path = Path(named)
-    if not path.exists():
+    if not named or not path.exists():  # Path("") is the current folder
         if _HUB_NAME.fullmatch(named):
             return NamedModel(named, None, None)
         raise ValueError(
-            f"{named} does not exist; name a checkpoint's folder, a config.json, or a model as owner/name"
+            f"{named!r} does not exist; name a checkpoint's folder, a config.json, or a model as owner/name"
         )
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

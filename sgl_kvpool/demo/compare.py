@@ -7,16 +7,20 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
-from sgl_kvpool.commands.bench.outputs import machine
 from sgl_kvpool.commands.doctor.probes import host
+from sgl_kvpool.commands.machine import machine
 from sgl_kvpool.demo import report
+from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.measure import (
     WINDOWS_PER_REQUEST,
     Scores,
@@ -41,14 +45,19 @@ _HOST_TIER_BYTES = (2 << 30) + (3 << 30)
 
 #: Files of a run, written into a subfolder until the run has finished.
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
+_RESULTS += tuple(f"answers-{layout}.log" for layout in MLAKVCacheLayout)
 _UNFINISHED = "unfinished"
 
 #: Tokens of greedy text, and largest number of tokens of an answer.
 GREEDY_TOKENS, ANSWER_TOKENS = 48, 80
 
-#: Time of a run, which determines the default number of windows; and time of a server besides its start and
-#: its windows.
-_RUN_SECONDS, _OTHER_SECONDS = 600.0, 40.0
+#: Time until the table, which determines the default number of windows; and time of a server besides its
+#: start and its windows.
+_TABLE_SECONDS, _OTHER_SECONDS = 270.0, 5.0
+#: Tokens of the pool of a server that shows its host tier: the prompt's 1000 and what is generated fit.
+_TIERED_TOKENS = 1408
+#: What an answer in another form than SGLang's raises, and what a server that ends or hangs does.
+_FAILURES = (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError)
 
 
 def has_room_for_host_tier() -> bool:
@@ -56,31 +65,23 @@ def has_room_for_host_tier() -> bool:
     return (host().facts["host_tier_bytes"] or 0) >= _HOST_TIER_BYTES
 
 
-def _host_tier_ratio(model: DemoModel) -> int:
-    """Tokens of the host tier per token of the pool: enough that windows never evict the prompt from it."""
-    tokens = len(model.windows) * len(model.windows[0]) + 2 * len(model.evicted)
-    return max(6, -(-tokens // model.bf16_tokens))
+def layout_server(
+    model: DemoModel, layout: MLAKVCacheLayout, port: int, log: Path, tokens: int | None = None
+) -> Server:
+    """The demo's server for a layout, not yet started.
 
-
-def layout_server(model: DemoModel, layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
-    """The demo's server for a layout, not yet started."""
-    tokens = model.tokens_in_the_same_memory(layout)
+    `tokens` is the size of its pool; without it, as many as fit into the memory of the bf16 pool.
+    """
+    tokens = tokens or model.tokens_in_the_same_memory(layout)
     arguments = cpu_arguments(model.path, port, max_total_tokens=tokens)
     arguments += ["--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
     if has_room_for_host_tier():
-        arguments += [*_HOST_TIER, "--hicache-ratio", str(_host_tier_ratio(model))]
+        arguments += [*_HOST_TIER, "--hicache-ratio", "6"]
     return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
 
 
 class Windows:
-    """Windows of the text that every server scores: a given number, or as many as ten minutes allow.
-
-    Parameters
-    ----------
-    model : DemoModel
-    count : int or None
-        Number of windows; None to let `settle` choose.
-    """
+    """Windows of the text that every server scores: a given number, or as many as five minutes allow."""
 
     def __init__(self, model: DemoModel, count: int | None):
         if count is None and model.fewest_windows == len(model.windows):
@@ -96,7 +97,7 @@ class Windows:
         if self._settled:
             return f"{len(self.chosen)} windows"
         fewest = self._model.fewest_windows
-        return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {fewest} at least,"
+        return f"as many windows as five minutes allow, {fewest} at least,"
 
     def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
         """Choose the number of windows, if none was given, from the times of the first server.
@@ -104,7 +105,7 @@ class Windows:
         `servers` is the number of servers.
         """
         if not self._settled:
-            left = _RUN_SECONDS / servers - start_seconds - _OTHER_SECONDS
+            left = _TABLE_SECONDS / servers - start_seconds - _OTHER_SECONDS
             fitting = int(left / window_seconds) // WINDOWS_PER_REQUEST * WINDOWS_PER_REQUEST
             self.chosen = self._model.windows[: max(fitting, self._model.fewest_windows)]
             self._settled = True
@@ -129,14 +130,11 @@ def compare(
 
     Parameters
     ----------
-    model : DemoModel
     layouts : sequence of MLAKVCacheLayout
         Layouts without repetition. Differences are to BF16, if it is one of them.
     folder : Path
         Created if it does not exist. Once all layouts were served it gets ``demo.json``, ``demo.png`` and the
         servers' logs, in place of those of an earlier run; until then they are in ``unfinished/`` inside it.
-    window_count : int or None
-        Windows to score; None for as many as ten minutes allow.
 
     Returns
     -------
@@ -152,46 +150,118 @@ def compare(
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
         f"{row.qk_rope_head_dim}; device: cpu\n"
-        f"text: {model.text}, {windows} of {len(model.windows[0])} {model.token}s",
-        flush=True,
+        f"text: {model.text}, {windows} of {len(model.windows[0])} {model.token}s"
     )
+    if not has_room_for_host_tier():
+        print(f"{report.NO_HOST_TIER}; {_HOST_TIER_BYTES >> 30} GiB are needed")
     layouts = _without_twins(model, layouts)
-    status = 0
-    served: list[tuple[report.Result, Scores]] = []
-    for number, layout in enumerate(layouts, 1):
-        print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
-        log = unfinished / f"server-{layout}.log"
-        began = time.monotonic()
+    with Forks() as importing:
+        forks = _imported(importing)
+        served, failed = _in_turn(
+            layouts,
+            lambda layout: layout_server(model, layout, free_port(), unfinished / f"server-{layout}.log"),
+            lambda server, layout, seconds: _score(server, model, layout, windows, len(layouts), seconds),
+            forks,
+        )
+        if not served:
+            return 1
+        results = _with_differences(served)
+        print(f"\n{report.table(results, model.token)}\n", flush=True)
         try:
-            served.append(_serve(model, layout, windows, len(layouts), log))
-        except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
-            # The last three are raised by an answer in another form than SGLang's.
-            what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
-            print(f"failed: {what}{error}\nthe server's log: {log}", flush=True)
-            status = 1
-            break
-        scored = f" {len(windows.chosen)} windows scored in {served[-1][0].scoring_seconds:.0f} s"
-        left = (time.monotonic() - began) * (len(layouts) - number) / 60
-        print(f"{scored}; about {left:.0f} minutes left" if round(left) else scored, flush=True)
-    if not served:
-        return status
-    results = _with_differences(served)
-    print(f"\n{report.table(results, model.token, model.question)}\n")
-    if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
-        print("failed: a hit in the host tier gave other tokens than a hit on the device")
-        status = 1
-    try:
-        without_plot = _write(unfinished, results, model, windows)
-        if len(served) == len(layouts):
-            _move(unfinished, folder)
-        else:
-            folder = unfinished
-    except OSError as error:
-        print(f"failed: {error.strerror or error}: the results cannot be written to {folder}")
-        return 1
+            without_plot = _write(unfinished, results, model, windows)
+            if not failed:
+                print("Host tier and whole answers; the table stays as it is:")
+                shown, failed = _in_turn(
+                    layouts,
+                    lambda layout: layout_server(
+                        model, layout, free_port(), unfinished / f"answers-{layout}.log", _TIERED_TOKENS
+                    ),
+                    lambda server, *_: _show(server, model),
+                    forks,
+                )
+                results = [
+                    dataclasses.replace(result, **more) for result, more in zip(results, shown, strict=False)
+                ] + results[len(shown) :]
+                print(f"\n{report.answers(results, model.question)}\n")
+                without_plot = _write(unfinished, results, model, windows)
+            finished = not failed
+            if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
+                print("failed: a hit in the host tier gave other tokens than a hit on the device")
+                failed = True
+            if finished:
+                _move(unfinished, folder)
+            else:
+                folder = unfinished
+        except OSError as error:
+            print(f"failed: {error.strerror or error}: the results cannot be written to {folder}")
+            return 1
     print(f"all numbers: {folder / 'demo.json'}")
     print(without_plot or f"plot:        {folder / 'demo.png'}")
-    return status
+    return int(failed)
+
+
+def _imported(forks: Forks) -> Forks | None:
+    """The forks, once SGLang is imported; None if the process that imports it ends."""
+    print("importing SGLang, once for all servers ", end="", flush=True)
+    began = time.monotonic()
+    try:
+        with _dots(), tempfile.NamedTemporaryFile() as output:
+            forks.start([sys.executable, "-c", "pass"], os.environ, output.name).wait()
+    except RuntimeError as error:
+        print(f" failed: {error}\nEvery server imports it by itself, which takes longer.", flush=True)
+        return None
+    print(f" {time.monotonic() - began:.0f} s", flush=True)
+    return forks
+
+
+@contextlib.contextmanager
+def _dots() -> Iterator[None]:
+    """Print a dot every 5 s while the block runs."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(5):
+            print(".", end="", flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _in_turn(
+    layouts: Sequence[MLAKVCacheLayout],
+    server_of: Callable[[MLAKVCacheLayout], Server],
+    ask: Callable[[Server, MLAKVCacheLayout, float], tuple[Any, str]],
+    forks: Forks | None,
+) -> tuple[list[Any], bool]:
+    """Start each layout's server, ask it, stop it; what was found until one failed, and whether one did.
+
+    `ask` gets the seconds of the start, and returns what it found and a text.
+    """
+    found: list[Any] = []
+    for number, layout in enumerate(layouts, 1):
+        print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ", end="", flush=True)
+        began, server = time.monotonic(), server_of(layout)
+        server.forks = forks  # type: ignore[misc]
+        try:
+            with contextlib.ExitStack() as running:
+                with _dots():
+                    running.enter_context(server)
+                start_seconds = time.monotonic() - began
+                print(f" ready after {start_seconds:.0f} s, ", end="", flush=True)
+                result, text = ask(server, layout, start_seconds)
+        except _FAILURES as error:
+            what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
+            print(f" failed: {what}{error}\nthe server's log: {server.log}", flush=True)
+            return found, True
+        found.append(result)
+        left = round((time.monotonic() - began) * (len(layouts) - number) / 60)
+        print(f"{text}; about {left} minutes left" if left else text, flush=True)
+    return found, False
 
 
 def _emptied(folder: Path) -> Path:
@@ -224,45 +294,59 @@ def _move(unfinished: Path, folder: Path) -> None:
         unfinished.rmdir()
 
 
-def _serve(
-    model: DemoModel, layout: MLAKVCacheLayout, windows: Windows, servers: int, log: Path
-) -> tuple[report.Result, Scores]:
-    """Start a layout's server, send all requests, stop it."""
+def _score(
+    server: Server,
+    model: DemoModel,
+    layout: MLAKVCacheLayout,
+    windows: Windows,
+    servers: int,
+    start_seconds: float,
+) -> tuple[tuple[report.Result, Scores], str]:
+    """Score the windows."""
+    info = server.info()
+    if info["kv_cache_layout"] != layout.value:
+        raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+    print("scoring ", end="", flush=True)
     began = time.monotonic()
-    with layout_server(model, layout, free_port(), log) as server:
-        started = time.monotonic()
-        print(f"ready after {started - began:.0f} s, scoring ", end="", flush=True)
-        info = server.info()
-        if info["kv_cache_layout"] != layout.value:
-            raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
-        # The prompt is sent twice now, and once more after the windows have evicted it from the pool.
-        has_tier = _HOST_TIER[0] in server.arguments
-        hits = [tiered_hit(server, model.evicted) for _ in range(2)] if has_tier else []
-        began_scoring = time.monotonic()
-        scores = Scores([], [])
-        for some in (slice(WINDOWS_PER_REQUEST), slice(WINDOWS_PER_REQUEST, None)):
-            scores += score(server, windows.chosen[some], progress=lambda: print(".", end="", flush=True))
-            window_seconds = (time.monotonic() - began_scoring) / len(scores.top_tokens)
-            windows.settle(servers, started - began, window_seconds)
-        scored = time.monotonic()
-        greedy = generate_greedily(server, model.prompts, GREEDY_TOKENS) if model.prompts else []
-        answered = answer(server, model.question, ANSWER_TOKENS) if model.question else None
-        host_hit = compare_hits(hits[1], tiered_hit(server, model.evicted)) if hits else None
+    scores = Scores([], [])
+    for some in (slice(WINDOWS_PER_REQUEST), slice(WINDOWS_PER_REQUEST, None)):
+        with _dots():
+            scores += score(server, windows.chosen[some])
+        window_seconds = (time.monotonic() - began) / len(scores.top_tokens)
+        windows.settle(servers, start_seconds, window_seconds)
+    scoring_seconds = time.monotonic() - began
     result = report.Result(
         layout=info["kv_cache_layout"],
         row_bytes=model.row_format(layout).row_bytes,
         pool_bytes=model.layers * model.bf16_tokens * model.row_format(MLAKVCacheLayout.BF16).row_bytes,
         tokens=info["max_total_num_tokens"],
         attention_backend=info["attention_backend"],
-        start_seconds=round(started - began, 2),
-        scoring_seconds=round(scored - began_scoring, 2),
+        start_seconds=round(start_seconds, 2),
+        scoring_seconds=round(scoring_seconds, 2),
         perplexity=scores.perplexity,
         difference=None,
-        greedy=greedy,
-        host_hit=host_hit,
-        answer=answered,
+        greedy=[],
     )
-    return result, scores
+    return (result, scores), f" {len(windows.chosen)} windows scored in {scoring_seconds:.0f} s"
+
+
+def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
+    """A hit in the host tier, greedy text and an answer, as fields of a `Result`."""
+    print("asking ", end="", flush=True)
+    more: dict[str, Any] = {}
+    with _dots():
+        if _HOST_TIER[0] in server.arguments:
+            _, device = (tiered_hit(server, model.evicted) for _ in range(2))
+            # As many tokens as the pool has: they evict the prompt.
+            tokens, window = server.info()["max_total_num_tokens"], len(model.windows[0])
+            for ids in model.windows[: -(-tokens // window)]:
+                tiered_hit(server, ids, new_tokens=1)
+            more["host_hit"] = compare_hits(device, tiered_hit(server, model.evicted))
+        if model.prompts:
+            more["greedy"] = generate_greedily(server, model.prompts, GREEDY_TOKENS)
+        if model.question:
+            more["answer"] = answer(server, model.question, ANSWER_TOKENS)
+    return more, " done"
 
 
 def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[report.Result]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -19,11 +21,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from sgl_kvpool import env
+from sgl_kvpool.demo.forks import Forked, Forks
 
-__all__ = ["LocalServer", "ServerFailed", "running"]
+__all__ = ["LocalServer", "ServerFailed", "free_port", "past_proxies", "running"]
+
+#: Ports for servers, below the range 22000 to 29999 from which SGLang draws its rendezvous ports.
+_SERVER_PORTS = range(10000, 22000)
+
+#: Ports that this process has chosen. SGLang binds its port only after the model is loaded.
+_handed_out: set[int] = set()
 
 #: Opener that ignores the environment's proxies.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -51,23 +60,52 @@ _PROBE_BYTES = 1 << 16
 _LINE_CHARACTERS = 500
 
 
+def _first_ephemeral_port() -> int:
+    """First ephemeral port, from which the kernel assigns ports to sockets."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768  # Linux's default
+
+
+def free_port() -> int:
+    """A free TCP port below the ephemeral range, so that the kernel does not assign it to another process.
+
+    A server binds it only when its model is loaded. By then, a port of the ephemeral range (from `bind` to
+    port 0) is sometimes in use by another process: each SGLang server requests a dozen such ports.
+
+    Raises
+    ------
+    OSError
+        If none of a hundred candidates is free.
+    """
+    end = _first_ephemeral_port()
+    candidates = [port for port in _SERVER_PORTS if port < end and port not in _handed_out]
+    # If the ephemeral range covers all these ports, the kernel chooses.
+    for port in random.sample(candidates, min(100, len(candidates))) or [0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            _handed_out.add(port := probe.getsockname()[1])
+            return port
+    raise OSError(f"no free TCP port found among {_SERVER_PORTS.start} to {_SERVER_PORTS[-1]}")
+
+
+def past_proxies() -> dict[str, str]:
+    """Variables with which a server's requests to itself, such as its warm-up, bypass the user's proxy."""
+    if urllib.request.getproxies_environment().keys() <= {"no"}:
+        return {}
+    excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    value = ",".join(filter(None, (excepted, "127.0.0.1", "localhost")))
+    return {"no_proxy": value, "NO_PROXY": value}
+
+
 class LocalServer:
     """A program that serves HTTP on a port.
 
     Parameters
     ----------
-    command : sequence of str
-    port : int
-    log : path
-        File for the program's output.
-    environment : mapping, optional
-        Variables added to those of this process.
     ready : str
         Path of a GET request that succeeds once the program is ready.
-    name : str
-        Name of the program in messages.
-    wait_seconds : float
-        Time limit of a start.
 
     Raises
     ------
@@ -75,6 +113,9 @@ class LocalServer:
         On entering and in a request, if the program ends or does not answer in time; on entering also if the
         port is taken.
     """
+
+    #: Forks the programs, if they are of this environment's Python; None starts them anew.
+    forks: ClassVar[Forks | None] = None
 
     def __init__(
         self,
@@ -94,7 +135,7 @@ class LocalServer:
         self.ready = ready
         self.name = name
         self.wait_seconds = wait_seconds
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def url(self) -> str:
@@ -126,21 +167,29 @@ class LocalServer:
         try:
             # Start in a thread, because signal handlers raise in the main thread only: an exception between
             # fork and assignment would leave a running server that this object cannot stop.
-            with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
-                started = starter.submit(
-                    subprocess.Popen,
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**inherited, **self.environment},
-                    # Its own process group, so that the schedulers are stopped too.
-                    start_new_session=True,
-                )
+            with ThreadPoolExecutor(1) as starter:
+                started = starter.submit(self._start, {**inherited, **self.environment})
         finally:
             if started is not None and started.exception() is None:
                 self.process = started.result()
         started.result()  # raises the error of the start
+
+    def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
+        with self.log.open("wb") as output:
+            if self.forks is not None and self.forks.can_run(self.command, environment):
+                try:
+                    return self.forks.start(self.command, environment, self.log)
+                except RuntimeError as error:
+                    raise ServerFailed(str(error)) from None
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                # Its own process group, so that the schedulers are stopped too.
+                start_new_session=True,
+            )
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -202,7 +251,9 @@ class LocalServer:
         if self.process is None:
             return
         try:
-            self._signal(signal.SIGTERM)
+            # The launcher ends its children. If they got the signal too, SGLang would take their end for a
+            # crash, and wait for 5 s.
+            self.process.send_signal(signal.SIGTERM)
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             pass  # killed below

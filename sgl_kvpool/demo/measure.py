@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_kvpool.demo.server import Server
@@ -28,7 +28,7 @@ __all__ = [
     "tiered_hit",
 ]
 
-#: Windows in one request: enough to fill a prefill batch, few enough to show progress.
+#: Windows in one request: enough to fill a prefill batch.
 WINDOWS_PER_REQUEST = 4
 
 
@@ -40,8 +40,6 @@ class Scores:
     ----------
     log_probabilities : list of W lists of T - 1 floats
         Natural logarithm of the probability given to the token that follows.
-    top_tokens : list of W lists of T - 1 ints
-        Ids of the most probable tokens.
     """
 
     log_probabilities: list[list[float]]
@@ -63,7 +61,6 @@ class Greedy:
 
     Attributes
     ----------
-    token_ids : list of int
     smallest_margin : float
         Least difference between the log-probabilities of the best two tokens at any step. If it is close to
         the rounding of bfloat16 logits, about 0.03, another processor may generate another text.
@@ -83,8 +80,6 @@ class Difference:
         Perplexity divided by the reference's, minus 1.
     standard_error : float
         Standard error of `perplexity_change`, from the windows' paired differences; NaN for a single window.
-    same_top_token : float
-        Share of positions at which both have the same most probable token.
     """
 
     perplexity_change: float
@@ -94,15 +89,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class TieredHit:
-    """Place of a prompt's cached prefix on a server, and the generated tokens.
-
-    Attributes
-    ----------
-    prompt_tokens, device_tokens, host_tokens : int
-        Tokens of the prompt, and the number found on the device and in host memory.
-    token_ids : list of int
-        Greedily generated tokens, which depend on the cached rows.
-    """
+    """Place of a prompt's cached prefix on a server, and the generated tokens."""
 
     prompt_tokens: int
     device_tokens: int
@@ -116,9 +103,6 @@ class HostHit:
 
     Attributes
     ----------
-    prompt_tokens, host_tokens : int
-        Tokens of the prompt, and the number found in host memory.
-    generated_tokens : int
     same_tokens : bool
         Whether both hits had the same length, and the same tokens were generated after them.
     """
@@ -149,21 +133,10 @@ def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
     return HostHit(host.prompt_tokens, host.host_tokens, len(host.token_ids), same)
 
 
-def score(
-    server: Server, windows: Sequence[list[int]], progress: Callable[[], None] = lambda: None
-) -> Scores:
+def score(server: Server, windows: Sequence[list[int]]) -> Scores:
     """Request the log-probabilities of windows from a server.
 
     They depend on stored rows only if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``.
-
-    Parameters
-    ----------
-    server : Server
-        A running server.
-    windows : sequence of list of int
-        Token ids.
-    progress : callable
-        Called after each request.
 
     Raises
     ------
@@ -190,7 +163,6 @@ def score(
                 raise ValueError("the server returned log-probabilities that are not finite numbers")
             log_probabilities.append([token[0] for token in tokens])
             top_tokens.append([top[0][1] for top in answer["meta_info"]["input_top_logprobs"][1:]])
-        progress()
     return Scores(log_probabilities, top_tokens)
 
 

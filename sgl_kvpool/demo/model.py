@@ -35,27 +35,14 @@ class DemoModel:
 
     Attributes
     ----------
-    name : str
-        Name in `NAMES`.
-    path : Path
-        The checkpoint's folder.
-    title, text : str
-        Descriptions of the model and of the windows.
     token : str
         Name of a token of the model: byte or token.
     bf16_tokens : int
-        Tokens of the bf16 pool; other layouts get as many as fit into the same bytes. They are few enough
-        that `fewest_windows` evict all other tokens from every layout's pool.
+        Tokens of the bf16 pool; other layouts get as many as fit into the same bytes.
     windows : list of list of int
         Token ids of the windows, all of one length. Any first n windows are a sample of all.
-    fewest_windows : int
-        Least number of windows that are scored.
     evicted : list of int
         Token ids of a prompt that no window begins with.
-    prompts : list of str
-        Prompts for greedy text.
-    question : str or None
-        Question for a chat model.
     """
 
     name: str
@@ -135,7 +122,7 @@ def _smollm2(progress: Callable[[str], None]) -> DemoModel:
         token="token",
         bf16_tokens=3072,
         windows=[ids[start : start + _WINDOW_TOKENS] for start in starts],
-        fewest_windows=24,
+        fewest_windows=16,
         evicted=ids[scored : scored + _EVICTED_TOKENS],
         prompts=[],
         question="Why is the sky blue? Answer in two sentences.",

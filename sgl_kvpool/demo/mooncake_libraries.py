@@ -27,11 +27,7 @@ _PACKAGE = "nixl_cu13"
 def library_path() -> str:
     """Value of LD_LIBRARY_PATH for Mooncake's programs, and for servers that use Mooncake.
 
-    Returns
-    -------
-    str
-        LD_LIBRARY_PATH of this process; if a library is missing, the folders of the links and of NIXL's
-        libraries come first.
+    If a library is missing, folders of links and of NIXL's libraries come before this process's value.
 
     Raises
     ------

@@ -242,13 +242,7 @@ class ByteMLA(nn.Module):
 
 @torch.no_grad()
 def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1) -> ByteMLA:
-    """Fill the parameters from `seed` and return `net`. The defaults suit training.
-
-    Parameters
-    ----------
-    score_gain, logit_gain : float
-        Standard deviation of the attention scores before softmax, and of the logits.
-    """
+    """Fill the parameters from `seed` and return `net`. The defaults suit training."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in net.named_parameters():
         if parameter.ndim == 1:

@@ -14,9 +14,19 @@ from typing import Any
 from sgl_kvpool.demo.measure import Difference, Greedy, HostHit
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["SCHEMA", "Result", "table", "write_json", "write_plot"]
+__all__ = ["NO_HOST_TIER", "SCHEMA", "Result", "answers", "table", "write_json", "write_plot"]
 
 SCHEMA = 1
+
+#: Why a machine shows no host tier.
+NO_HOST_TIER = (
+    "host tier: not shown, SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
+)
+#: What the table cannot show.
+_LIMITS = (
+    "fp8 has one scale per layer (k_scale), here 1, which suits the values of this model; smaller latents",
+    "lose bits. docs/accuracy.md has what others measured on DeepSeek and GLM models.",
+)
 
 
 @dataclass(frozen=True)
@@ -25,28 +35,16 @@ class Result:
 
     Attributes
     ----------
-    layout : str
-        Layout that the server reports.
-    row_bytes : int
-        Bytes of one token in one layer.
     pool_bytes : int
         Bytes for rows, the same for all servers.
     tokens : int
         Tokens that fit into these bytes, as the server reports.
-    attention_backend : str
-        Backend that the server reports.
-    start_seconds, scoring_seconds : float
-        Time until the server answered, and time to score the windows.
     perplexity : float
         Perplexity per token over the windows.
     difference : Difference or None
         Difference to BF16; None for BF16 itself and if BF16 was not served.
-    greedy : list of Greedy
-        Greedy text after each prompt.
     host_hit : HostHit or None
         Hit of a prompt that was evicted from the pool; None on a machine without enough memory.
-    answer : str or None
-        Answer to the question for a chat model.
     """
 
     layout: str
@@ -63,11 +61,8 @@ class Result:
     answer: str | None = None
 
 
-def table(results: Sequence[Result], token: str, question: str | None = None) -> str:
-    """The results as text: a table, the hits in the host tier, and the answers to a question.
-
-    `token` is the name of the model's tokens.
-    """
+def table(results: Sequence[Result], token: str) -> str:
+    """The results as a table, and what it cannot show; `token` is the name of the model's tokens."""
     lines = [
         f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
         f"{f'top {token}':>9}",
@@ -86,7 +81,12 @@ def table(results: Sequence[Result], token: str, question: str | None = None) ->
         )
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
-    lines += ["", *_host_lines(results)]
+    return "\n".join([*lines, "", *_LIMITS])
+
+
+def answers(results: Sequence[Result], question: str | None = None) -> str:
+    """Hits in the host tier, and the greedy answers to a question."""
+    lines = _host_lines(results)
     if question is not None:
         lines += ["", f"greedy answers to {question!r}:", ""]
         for result in results:
@@ -103,9 +103,7 @@ def _host_lines(results: Sequence[Result]) -> list[str]:
     for result in results:
         hit = result.host_hit
         if hit is None:
-            lines[result.layout] = (
-                "not shown, SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
-            )
+            lines[result.layout] = NO_HOST_TIER.partition(": ")[2]
             continue
         verdict = "as" if hit.same_tokens else "NOT as"
         lines[result.layout] = (
@@ -134,10 +132,6 @@ def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping
 
     Parameters
     ----------
-    path : Path
-    results : sequence of Result
-    title : str
-        Title of the model.
     facts : mapping
         Machine, versions and date of the measurement, as for `write_json`; an older file may lack `cpu` and
         `date`.

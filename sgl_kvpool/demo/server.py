@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
-from sgl_kvpool.demo.loopback import free_port, past_proxies
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, past_proxies
 
-__all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
+__all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port", "serve_command"]
 
 #: Package in which SGLang finds the classes of the demo's models.
 DEMO_MODELS = "sgl_kvpool.demo.models"
 
 #: Hides GPUs: SGLang chooses kernels by visible GPUs, not by its --device.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def serve_command() -> list[str]:
+    """`sglang serve` of this interpreter's environment."""
+    script = Path(sysconfig.get_path("scripts"), "sglang")
+    if script.exists():
+        return [str(script), "serve"]
+    # SGLang in the user's or another environment's packages; sglang.cli has no __main__.
+    return [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve"]
 
 
 def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:
@@ -40,20 +49,7 @@ def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 163
 
 
 class Server(LocalServer):
-    """`python -m sglang.launch_server` with given arguments.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-        Arguments of the program; must contain a port.
-    log : path
-        File for the server's output.
-    environment : mapping, optional
-        Variables added to those of this process.
-    wait_seconds : float
-        Time limit of a start.
-    program : sequence of str
-        Command to run; `sglang serve` is the other command that starts SGLang.
+    """`sglang serve` with given arguments, which contain a port, or another program in its place.
 
     Raises
     ------
@@ -67,9 +63,9 @@ class Server(LocalServer):
         log: str | Path,
         environment: Mapping[str, str] | None = None,
         wait_seconds: float = 600.0,
-        program: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+        program: Sequence[str] | None = None,
     ):
-        self.program = list(program)
+        self.program = list(program or serve_command())
         self.arguments = list(arguments)
         on_cpu = ("--device", "cpu") in zip(self.arguments, self.arguments[1:], strict=False)
         super().__init__(

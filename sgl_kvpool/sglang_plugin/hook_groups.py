@@ -8,116 +8,32 @@ start; the error names the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points, point_lists, tier_point_lists
-from sgl_kvpool.sglang_plugin.hook_points import HookPoint
-from sgl_kvpool.sglang_plugin.imports import sglang_names
+from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid
 from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
 from sgl_kvpool.sglang_plugin.rules.features import disaggregates
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
 __all__ = [
-    "ARGUMENTS",
-    "GROUPS",
-    "LAUNCHER",
-    "MODEL_RULES",
-    "POOLS",
-    "SPARSE_ATTENTION",
-    "HookGroup",
-    "apply",
-    "named",
-    "names",
-    "require",
-    "used_by",
+    *("ARGUMENTS", "GROUPS", "LAUNCHER", "MODEL_RULES", "POOLS", "SPARSE_ATTENTION"),
+    *("apply", "named", "names", "require", "used_by"),
 ]
-
-_PACKAGE = __package__.partition(".")[0]
-
-
-def _by_none(view: Any, model_config: Any) -> bool:
-    return False
-
-
-@dataclass(frozen=True)
-class HookGroup:
-    """Hook points that are needed together, and the modules of this package that need them.
-
-    Attributes
-    ----------
-    name : str
-        Name in messages and tables.
-    leave_out : str
-        Arguments to leave out so that a server does not use the group.
-    listed : tuple of HookPoint
-        Hook points besides the imports of the modules.
-    hooks : tuple of str
-        Modules below `hooks/`, or `startup`, whose `install` hooks SGLang; in this order.
-    modules : tuple of str
-        Other modules that import SGLang, below the package.
-    is_used : callable
-        Takes a resolving view and the target's ModelConfig; returns whether the schedulers of a server with a
-        layout use the group. It returns False for groups of other processes.
-    """
-
-    name: str
-    leave_out: str
-    listed: tuple[HookPoint, ...] = ()
-    hooks: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    is_used: Callable[[Any, Any], bool] = _by_none
-
-    @property
-    def source_modules(self) -> tuple[str, ...]:
-        """Full names of all modules."""
-        hooks = (name if "." in name else f"sglang_plugin.hooks.{name}" for name in self.hooks)
-        return tuple(f"{_PACKAGE}.{name}" for name in (*hooks, *self.modules))
-
-    def points(self) -> tuple[HookPoint, ...]:
-        """All hook points: the listed ones, then the imports that are not among them."""
-        listed = {point.target for point in self.listed}
-        imported = (name for name in sglang_names(self.source_modules) if name not in listed)
-        return (*self.listed, *(HookPoint(name, hooked=False) for name in imported))
-
-    def problem(self, *, applied: bool = False) -> str | None:
-        """Why the group does not work on the installed SGLang, as one line; None if it does.
-
-        Parameters
-        ----------
-        applied : bool
-            See `hook_points.check`.
-        """
-        problems = hook_points.check(self.points(), applied=applied)
-        if not problems:
-            return None
-        more = ""
-        if len(problems) > 1:
-            points = f"{len(problems) - 1} more hook point{'s' if len(problems) > 2 else ''}"
-            more = f" (and {points}, which `sgl-kvpool doctor` lists)"
-        return (
-            f"hook group {self.name!r} does not work on SGLang {hook_points.installed_version()}: "
-            f"{problems[0]}{more}; leave out {self.leave_out}"
-        )
 
 
 # -------------------------------------------------------------------- which servers use a group
 
 
-def _kvpool_attends(view: Any, model_config: Any) -> bool:
-    return not is_dsa(model_config) and KVPOOL_BACKEND in backends_in_use(view)
+def _kvpool_attends(on_cpu: bool) -> Callable[[Any, Any], bool]:
+    def is_used(view: Any, model_config: Any) -> bool:
+        attends = not is_dsa(model_config) and KVPOOL_BACKEND in backends_in_use(view)
+        return attends and (view.device == "cpu") is on_cpu
 
-
-def _kvpool_attends_on_cpu(view: Any, model_config: Any) -> bool:
-    return view.device == "cpu" and _kvpool_attends(view, model_config)
-
-
-def _kvpool_attends_on_cuda(view: Any, model_config: Any) -> bool:
-    return view.device != "cpu" and _kvpool_attends(view, model_config)
+    return is_used
 
 
 def _transfers_on_cpu(backend: str) -> Callable[[Any, Any], bool]:
@@ -135,34 +51,30 @@ _TIER = "--enable-hierarchical-cache and --disaggregation-decode-enable-offload-
 ARGUMENTS = HookGroup(
     "arguments",
     "the arguments and environment variables of sgl-kvpool",
-    point_lists.ARGUMENTS,
-    ("server_args",),
-    ("sglang_plugin.hook_points",),
+    modules=("sglang_plugin.hook_points",),
 )
 MODEL_RULES = HookGroup(
     "model rules",
     _LAYOUT,
-    point_lists.MODEL_RULES,
     modules=(
         "sglang_plugin.models",
+        "sglang_plugin.rules.arguments",
         "sglang_plugin.rules.attention",
         "sglang_plugin.rules.dsa",
         "sglang_plugin.rules.host_tier",
+        "sglang_plugin.rules.model",
     ),
 )
 #: Group of the process that launches a server with a layout.
-LAUNCHER = HookGroup("launcher", _LAYOUT, point_lists.LAUNCHER, ("launching",))
+LAUNCHER = HookGroup("launcher", _LAYOUT)
 #: Group of the schedulers of every server with a layout.
 POOLS = HookGroup(
     "pools",
     _LAYOUT,
-    point_lists.POOLS,
-    ("pools", "budget", "sglang_plugin.startup"),
-    (
-        "sglang_plugin.hooks.self_check",
-        "sglang_plugin.hooks.workspaces",
+    modules=(
+        "sglang_plugin.startup",
         "srt.attention.layers",
-        "srt.pool.arranged",
+        "srt.pool.row_pool",
         "srt.pool.mla",
         "srt.self_check.rows",
     ),
@@ -171,9 +83,7 @@ POOLS = HookGroup(
 SPARSE_ATTENTION = HookGroup(
     "sparse attention",
     "--kv-cache-layout and KVPOOL_FIX_TOPK",
-    point_lists.SPARSE_ATTENTION,
-    ("dsa",),
-    ("srt.pool.dsa",),
+    modules=("srt.pool.dsa",),
     is_used=lambda view, model_config: is_dsa(model_config),
 )
 
@@ -186,107 +96,67 @@ GROUPS = (
     HookGroup(
         "dense MLA on a CPU",
         _LAYOUT,
-        point_lists.ATTENTION,
-        ("attention",),
-        ("srt.attention.cpu", "srt.self_check.attention"),
-        is_used=_kvpool_attends_on_cpu,
+        modules=("srt.attention.cpu", "srt.self_check.attention"),
+        is_used=_kvpool_attends(on_cpu=True),
     ),
     HookGroup(
         "dense MLA on CUDA",
         _LAYOUT,
-        point_lists.ATTENTION,
-        ("attention",),
-        (
+        modules=(
             "srt.attention.cuda",
             "srt.attention.extend",
             "srt.attention.mha_form",
             "srt.self_check.attention",
         ),
-        is_used=_kvpool_attends_on_cuda,
+        is_used=_kvpool_attends(on_cpu=False),
     ),
     SPARSE_ATTENTION,
     HookGroup(
         "hybrid models",
         _LAYOUT,
-        point_lists.HYBRID,
-        ("hybrid",),
-        ("srt.pool.hybrid",),
+        modules=("srt.pool.hybrid",),
         is_used=lambda view, model_config: is_hybrid(model_config),
     ),
     HookGroup(
         "speculative decoding",
         "--speculative-algorithm",
-        point_lists.SPECULATIVE,
-        ("drafts",),
-        ("srt.attention.draft",),
+        modules=("srt.attention.draft",),
         is_used=lambda view, model_config: view.speculative_algorithm is not None,
     ),
     HookGroup(
         "host tier",
         _TIER,
-        tier_point_lists.HOST_TIER,
-        ("host_tier", "sharing", "stores"),
-        (
+        modules=(
             "sglang_plugin.rules.host_sharing",
-            "srt.host.gpu_calls",
             "srt.host.memory",
             "srt.host.rows",
-            "srt.host.stored_pages",
+            "srt.host.storage_mixin",
             "srt.pool.regions",
         ),
         is_used=lambda view, model_config: has_host_tier(view),
     ),
-    # For programs that describe pools, not for servers; the host tier's group has the same module.
-    HookGroup("canonical views", "`sgl_kvpool.srt.pool.describe`", modules=("srt.pool.regions",)),
+    # Only for programs that call `describe`.
+    HookGroup("canonical views", "`sgl_kvpool.connectors.describe`", modules=("connectors.pools",)),
     HookGroup(
         "host tier of hybrid models",
         _TIER,
-        tier_point_lists.STATE_TIER,
-        ("state_tier",),
-        ("srt.host.states",),
+        modules=("srt.host.states",),
         is_used=lambda view, model_config: has_host_tier(view) and is_hybrid(model_config),
     ),
     HookGroup(
         "disaggregation",
         "--disaggregation-mode",
-        tier_point_lists.DISAGGREGATION,
-        ("disaggregation", "peer_mismatch"),
         is_used=lambda view, model_config: disaggregates(view.disaggregation_mode),
     ),
     *(
         HookGroup(
             f"disaggregation over {backend} on a CPU",
             f"--disaggregation-transfer-backend {backend}",
-            points,
             is_used=_transfers_on_cpu(backend),
         )
-        for backend, points in tier_point_lists.DISAGGREGATION_ON_CPU.items()
+        for backend in ("mooncake", "nixl")
     ),
-    HookGroup(
-        "metrics",
-        "--enable-metrics",
-        point_lists.METRICS,
-        is_used=lambda view, model_config: view.enable_metrics,
-    ),
-    HookGroup(
-        "commands",
-        "`sgl-kvpool plan`, `warmup`, `bench`, `demo` and `doctor --self-check`",
-        modules=(
-            "commands.bench.attention.peers",
-            "commands.bench.transfer_gpu",
-            "commands.doctor.self_check",
-            "commands.plan.child",
-            "commands.plan.gpu",
-            "commands.plan.plannable",
-            "commands.plan.sizing",
-            "commands.warmup",
-            "commands.warmup.attention",
-            "commands.warmup.contents",
-            "commands.warmup.served",
-            "demo.models.byte_mla",
-            "demo.models.llama_mla",
-        ),
-    ),
+    HookGroup("metrics", "--enable-metrics", is_used=lambda view, model_config: view.enable_metrics),
 )
 
 _BY_NAME = {group.name: group for group in GROUPS}
@@ -294,15 +164,7 @@ _SEPARATOR = ", "
 
 
 def used_by(view: Any, model_config: Any) -> tuple[HookGroup, ...]:
-    """Hook groups of the schedulers of a server with a layout.
-
-    Parameters
-    ----------
-    view
-        A resolving view of the server's resolved arguments.
-    model_config : ModelConfig
-        SGLang's configuration of the target model.
-    """
+    """Hook groups of the schedulers of a server with a layout, by resolved arguments and target."""
     return tuple(group for group in GROUPS if group.is_used(view, model_config))
 
 
@@ -329,6 +191,8 @@ def apply(groups: Iterable[HookGroup]) -> None:
     groups = tuple(groups)
     require(groups)
     for group in groups:
-        for module in group.source_modules[: len(group.hooks)]:
-            import_module(module).install()
+        for install in group.declared.installs:
+            install()
+        for target, hook in group.declared.hooks.items():
+            hook_points.wrap(target, hook)
     require(groups, applied=True)

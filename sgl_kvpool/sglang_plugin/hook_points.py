@@ -2,7 +2,7 @@
 
 SGLang logs and swallows the errors of a plugin, and without one of the hooks it would build a pool of another
 layout. So a process with a requested layout checks its hook points before and after hooking, and stops if one
-fails. :mod:`.hook_groups` lists them; `docs/hooks.md` says what each hook does and why.
+fails. :mod:`.hook_groups` lists them; `docs/reference.md` says what each hook does and why.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import inspect
 import logging
 import multiprocessing
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.sglang_plugin import registry
+from sgl_kvpool.sglang_plugin.imports import sglang_names
+from sgl_kvpool.sglang_plugin.registry import Declared, HookPoint, parameters_of, uses
+from sgl_kvpool.srt import is_override
 
-__all__ = [
-    "TESTED",
-    "HookPoint",
-    "check",
-    "installed_version",
-    "version_problem",
-    "warn",
-    "wrap",
-    "wrap_all",
-]
+__all__ = ["TESTED", "HookGroup", "check", "installed_version", "version_problem", "warn", "wrap"]
 
 logger = logging.getLogger(__name__)
+
+_PACKAGE = __package__.partition(".")[0]
 
 #: Attribute that marks a function we wrapped; functools.wraps copies it to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
@@ -36,31 +37,7 @@ _MARK = "_sgl_kvpool_hook"
 #: Versions of SGLang this release was tested with; pyproject.toml requires the same.
 TESTED = ">=0.5.23,<0.5.24"
 
-
-@dataclass(frozen=True)
-class HookPoint:
-    """A function, class or collection of SGLang that sgl-kvpool hooks or uses.
-
-    Attributes
-    ----------
-    target : str
-        Dotted path.
-    parameters : tuple of str
-        Names the callable must take in this order; other parameters may come between. If empty, parameters
-        are not checked.
-    hooked : bool
-        Whether the package wraps the target, which must then be found wrapped after hooking.
-    members : tuple of str
-        Names a collection must contain.
-    added : tuple of str
-        Names that the package adds to a collection: it must contain them afterwards.
-    """
-
-    target: str
-    parameters: tuple[str, ...] = ()
-    hooked: bool = True
-    members: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
+uses("sglang.srt.plugins.hook_registry.HookRegistry._apply_target", "arguments", takes=("target", "hooks"))
 
 
 def installed_version() -> str:
@@ -91,18 +68,15 @@ def version_problem() -> str | None:
 def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     """Problems of some hook points, one line each; an empty list if the installed SGLang has them all.
 
-    Parameters
-    ----------
-    points : iterable of HookPoint
-        Hook points to check; the module of each is imported.
-    applied : bool
-        Also require that hooked functions are wrapped by now, and that collections hold the added names.
+    The module of each is imported. `applied` also requires that hooked functions are wrapped by now, and that
+    collections hold the added names.
     """
     problems = []
     for point in points:
         try:
-            found = pkgutil.resolve_name(point.target)
-        except (ImportError, AttributeError) as error:
+            ours = point.target.startswith(f"{_PACKAGE}.")
+            found: Any = import_module(point.target) if ours else pkgutil.resolve_name(point.target)
+        except Exception as error:  # whatever a module raises when it is imported
             problems.append(f"{point.target}: not there ({type(error).__name__}: {error})")
             continue
         expected = point.members + (point.added if applied else ())
@@ -125,6 +99,106 @@ def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
     return [name for name in expected if name not in names]
 
 
+# -------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True)
+class HookGroup:
+    """Hook points that are needed together, and the modules of this package that need them.
+
+    Modules below `hooks/` declare their hooks and with them their groups (:mod:`.registry`).
+
+    Attributes
+    ----------
+    leave_out : str
+        Arguments to leave out so that a server does not use the group.
+    modules : tuple of str
+        Modules without hooks that import SGLang, below the package.
+    is_used : callable
+        Takes a resolving view and the target's ModelConfig; returns whether the schedulers of a server with a
+        layout use the group. It returns False for groups of other processes.
+    """
+
+    name: str
+    leave_out: str
+    modules: tuple[str, ...] = ()
+    is_used: Callable[[Any, Any], bool] = lambda view, model_config: False
+
+    @property
+    def declared(self) -> Declared:
+        """Hook points and hooks that our modules declare for the group."""
+        _import_hooks()
+        return registry.declared(self.name)
+
+    @property
+    def source_modules(self) -> tuple[str, ...]:
+        """Full names of all modules."""
+        return (*self.declared.modules, *(f"{_PACKAGE}.{name}" for name in self.modules))
+
+    def points(self) -> tuple[HookPoint, ...]:
+        """All hook points: the declared ones, those of methods that override SGLang's, and imports."""
+        points, modules, failed = dict(self.declared.points), [], []
+        for name in (f"{_PACKAGE}.{name}" for name in self.modules if name.startswith("srt.")):
+            try:
+                modules.append(import_module(name))
+            except Exception:  # `check` imports it again, and says why that fails
+                failed.append(HookPoint(name, hooked=False))
+        for point in _overridden(tuple(modules)):
+            points.setdefault(point.target, point)
+        for name in sglang_names(self.source_modules):
+            points.setdefault(name, HookPoint(name, hooked=False))
+        return (*points.values(), *failed)
+
+    def problem(self, *, applied: bool = False) -> str | None:
+        """Why the group does not work on the installed SGLang, in one line; None if it does."""
+        problems = check(self.points(), applied=applied)
+        if not problems:
+            return None
+        more = ""
+        if len(problems) > 1:
+            points = f"{len(problems) - 1} more hook point{'s' if len(problems) > 2 else ''}"
+            more = f" (and {points}, which `sgl-kvpool doctor` lists)"
+        return (
+            f"hook group {self.name!r} does not work on SGLang {installed_version()}: "
+            f"{problems[0]}{more}; leave out {self.leave_out}"
+        )
+
+
+@cache
+def _import_hooks() -> None:
+    """Import all modules below `hooks/`, which declare hook points; none of them imports SGLang."""
+    folder = f"{__package__}.hooks"
+    for module in pkgutil.iter_modules(import_module(folder).__path__):
+        import_module(f"{folder}.{module.name}")
+
+
+@cache
+def _overridden(modules: tuple[ModuleType, ...]) -> list[HookPoint]:
+    """Methods of SGLang that classes of our modules override, with what ours take by name.
+
+    Of a class that another one of these modules extends, the other's base has the methods.
+    """
+    classes = [
+        found
+        for module in modules
+        for found in vars(module).values()
+        if isinstance(found, type) and found.__module__ == module.__name__
+    ]
+    points = []
+    for ours in classes:
+        if any(ours in other.__mro__[1:] for other in classes):
+            continue
+        for name, member in inspect.getmembers_static(ours, is_override):
+            base = next(one for one in ours.__mro__ if one.__module__.startswith("sglang."))
+            method = None if isinstance(member, property) else member
+            takes = () if method is None else parameters_of(method)
+            points.append(HookPoint(f"{base.__module__}.{base.__qualname__}.{name}", takes, hooked=False))
+    return points
+
+
+# -------------------------------------------------------------------- hooking
+
+
 def wrap(target: str, hook: Callable) -> None:
     """Put `hook(original, *args, **kwargs)` around a function of SGLang; once per process.
 
@@ -142,12 +216,6 @@ def wrap(target: str, hook: Callable) -> None:
     HookRegistry._apply_target(target, [(HookType.AROUND, hook, source)])
     wrapped = pkgutil.resolve_name(target)
     setattr(getattr(wrapped, "__func__", wrapped), _MARK, True)
-
-
-def wrap_all(hooks: Mapping[str, Callable]) -> None:
-    """Wrap every target of a mapping from dotted path to hook."""
-    for target, hook in hooks.items():
-        wrap(target, hook)
 
 
 def warn(text: str) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Imports", "imports_of", "sglang_names"]
+__all__ = ["Imports", "importing_sglang", "imports_of", "sglang_names"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT.name
@@ -41,11 +41,7 @@ class Imports(NamedTuple):
 def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
     """Dotted names in SGLang that some modules of this package need; sorted.
 
-    Parameters
-    ----------
-    modules : iterable of str
-        Full names. For modules of this package that these import at import time, only the names needed at
-        import time are included.
+    For modules that these import at import time, only the names needed at import time are included.
     """
     listed = set(modules)
     names: set[str] = set()
@@ -60,6 +56,14 @@ def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
             names |= found.in_functions
         remaining |= {name for name in found.own if name.startswith(_FLOORS)} - seen
     return tuple(sorted(names))
+
+
+def importing_sglang(*packages: str) -> list[str]:
+    """Names below this package of the modules of some of its packages that import SGLang; sorted."""
+    paths = (path for package in packages for path in sorted((_ROOT / package).rglob("*.py")))
+    names = (".".join(path.relative_to(_ROOT).with_suffix("").parts) for path in paths)
+    found = {name: imports_of(f"{_PACKAGE}.{name}") for name in (n.removesuffix(".__init__") for n in names)}
+    return [name for name, imports in found.items() if imports.at_import | imports.in_functions]
 
 
 @cache

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.sglang_plugin.registry import fields, uses
 
 __all__ = [
     "device_name",
@@ -24,6 +25,16 @@ __all__ = [
 
 #: Tokens per page with a host tier.
 HOST_TIER_PAGE_SIZE = 64
+
+uses("sglang.srt.configs.model_config.is_deepseek_dsa", "model rules", takes=("config",))
+uses("sglang.srt.configs.hybrid_arch.mambaish_config", "model rules", takes=("model_config",))
+uses(
+    "sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
+    "arguments",
+    takes=("view", "hf_config"),
+)
+fields("device", "mamba_radix_cache_strategy", "mamba_track_interval")
+fields("model_path", "speculative_draft_model_path")
 
 
 def is_dsa(model_config: Any) -> bool:

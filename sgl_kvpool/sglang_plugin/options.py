@@ -12,7 +12,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, shown
 from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, NODE, RANK, SAME, HostTierOptions
 
 __all__ = [
@@ -44,20 +44,9 @@ _requested: set[str] = set()
 
 @dataclass(frozen=True)
 class Option:
-    """One argument of the server: a flag, an Engine keyword and an environment variable.
+    """One argument of the server: a flag, an Engine keyword `name` and an environment variable `env`.
 
-    Attributes
-    ----------
-    name : str
-        The keyword.
-    env : str
-        The environment variable.
-    values : tuple of str
-        Values besides the default.
-    help : str
-        Text of `--help`.
-    default : str
-        Value that requests nothing.
+    `values` are those besides the default, which requests nothing; `help` is the text of `--help`.
     """
 
     name: str
@@ -89,27 +78,35 @@ class Option:
         """All values of the argument."""
         return (self.default, *self.values)
 
-    def taken(self, value: Any, given: str) -> str | None:
-        """A value as a plain string, or None; Refusal, quoting `given`, for a value not in `choices`."""
-        if value is not None and value not in self.choices:
-            raise Refusal(f"{given} is not a {self.words}; choose one of: {', '.join(self.choices)}")
-        return None if value is None else str(value)
+    def parse(self, value: Any, given_as: str) -> str | None:
+        """Validate a value against `choices` and strip spaces; None stays None.
 
-    def remember(self, server_args: Any, value: str | None) -> None:
+        `given_as` precedes the value in the refusal: "--kv-cache-layout ", for example.
+        """
+        if value is None:
+            return None
+        text = value.strip() if isinstance(value, str) else None
+        if text not in self.choices:
+            raise Refusal(
+                f"{given_as}{shown(value)} is not a {self.words}; choose one of: {', '.join(self.choices)}"
+            )
+        return text
+
+    def store(self, server_args: Any, value: str | None) -> None:
         """Store the user's value on a `ServerArgs`."""
         setattr(server_args, self.attribute, value)
         if value not in (None, self.default):
             _requested.add(self.name)
 
-    def exported(self) -> str | None:
+    def from_env(self) -> str | None:
         """Value of the environment variable, None if it is unset; Refusal for a value not in `choices`."""
         value = env.text(self.env)
-        return self.taken(value, f"{self.env}={value!r}")
+        return self.parse(value, f"{self.env}=")
 
-    def requested(self, server_args: Any) -> str:
+    def resolve(self, server_args: Any) -> str:
         """Value that flag or keyword and environment request; Refusal if they contradict each other."""
         written = getattr(server_args, self.attribute, None)
-        exported = self.exported()
+        exported = self.from_env()
         if written is not None and exported is not None and written != exported:
             raise Refusal(
                 f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
@@ -172,7 +169,7 @@ def environment_problems() -> list[str]:
     found = []
     for option in OPTIONS:
         try:
-            option.exported()
+            option.from_env()
         except Refusal as refusal:
             found.append(str(refusal))
     return found + env.problems()

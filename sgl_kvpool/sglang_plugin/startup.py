@@ -1,7 +1,7 @@
 """Refusals while a scheduler starts, which the launching process prints or raises.
 
 In SGLang, a scheduler that fails logs its traceback and ends the launcher by a signal, even if the launcher
-is a program that called `Engine(...)`. With these hooks, a scheduler that is refused writes the text to a
+is a program that called `Engine(...)`. Here, a scheduler that is refused writes the text to a
 file and exits; the launcher notices the exit and reads the file.
 """
 
@@ -12,38 +12,35 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.refusal import Refusal, line, say_alone
-from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.refusal import Refusal, line, print_without_traceback
 from sgl_kvpool.sglang_plugin.options import is_from_command_line
+from sgl_kvpool.sglang_plugin.registry import fields, uses
 
-__all__ = ["install", "leave", "refusal_path", "relay"]
+__all__ = ["ending_when_refused", "raise_refusal_from_child", "refusal_path", "write_refusal"]
+
+uses("sglang.srt.runtime_context.num_dp_ranks_of", "launcher", takes=("cfg",))
+fields("ep_join_mode")
 
 
 # -------------------------------------------------------------------- in the scheduler
 
 
-def install() -> None:
-    """Hook the construction of this process's scheduler."""
-    hook_points.wrap_all(HOOKS)
-
-
-def _init_scheduler(original, self, *args, **kwargs):
-    from sgl_kvpool.sglang_plugin.hooks import self_check
-
+@contextmanager
+def ending_when_refused() -> Iterator[None]:
+    """End this process, a scheduler, if it is refused in the block; the launcher gets the refusal's text."""
     handlers = logging.getLogger().handlers[:]
     for handler in handlers:
         handler.addFilter(_without_traceback)
     try:
-        original(self, *args, **kwargs)
-        self_check.run(self)
+        yield
     except Refusal as refusal:
-        leave(str(refusal))
+        write_refusal(str(refusal))
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -54,10 +51,6 @@ def _init_scheduler(original, self, *args, **kwargs):
             handler.removeFilter(_without_traceback)
 
 
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {"sglang.srt.managers.scheduler.Scheduler.__init__": _init_scheduler}
-
-
 def _without_traceback(record: logging.LogRecord) -> bool:
     """Replace the traceback in SGLang's log record of a refusal by the refusal's text, which is complete."""
     refusal = record.exc_info[1] if record.exc_info else None
@@ -66,7 +59,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def leave(text: str) -> None:
+def write_refusal(text: str) -> None:
     """Pass the text of a refusal to the launcher; print it where no launcher reads it.
 
     Errors of the file system are ignored, so that the caller can end the process even if the disk is full.
@@ -84,9 +77,9 @@ def leave(text: str) -> None:
 
 # -------------------------------------------------------------------- in the launcher
 
-#: Refusals that `relay` has raised. Their tracebacks keep the TokenizerManager of an Engine that did not
+#: Refusals that the launcher has raised. Their tracebacks keep the TokenizerManager of an Engine that did not
 #: start. If the garbage collector freed it, `zmq.Context.__del__` would wait forever for its open sockets.
-_relayed: list[Refusal] = []
+_raised: list[Refusal] = []
 
 
 def refusal_path(server_args: Any) -> Path | None:
@@ -105,18 +98,11 @@ def refusal_path(server_args: Any) -> Path | None:
     return Path(tempfile.gettempdir()) / f"sgl-kvpool-refusal-{secrets.token_hex(16)}"
 
 
-def relay(launched: Any, processes: Sequence[Any], path: Path, server_args: Any) -> None:
+def raise_refusal_from_child(launched: Any, processes: Sequence[Any], path: Path, server_args: Any) -> None:
     """Make the launcher, which waits for its schedulers, raise the refusal that one of them has written.
 
-    Parameters
-    ----------
-    launched : SchedulerInitResult
-        SGLang's result of the launch; its `wait_for_ready` is replaced.
-    processes : sequence of Process
-        The schedulers.
-    path : Path
-        File of the refusal, from `refusal_path`; removed when the wait is over.
-    server_args : ServerArgs
+    Replaces `wait_for_ready` of SGLang's result of the launch. `path`, from `refusal_path`, is removed when
+    the wait is over.
     """
     wait = launched.wait_for_ready
 
@@ -131,8 +117,8 @@ def relay(launched: Any, processes: Sequence[Any], path: Path, server_args: Any)
                 with suppress(OSError):
                     process.kill()
             if is_from_command_line(server_args):
-                say_alone(refusal)
-            _relayed.append(refusal)
+                print_without_traceback(refusal)
+            _raised.append(refusal)
             raise refusal from None
         finally:
             path.unlink(missing_ok=True)

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
+import torch
 
 from sgl_kvpool import metrics
+from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.memory.canonical import CanonicalKVCaches
+from sgl_kvpool.transfer import engine_choice
+from sgl_kvpool.transfer.conversion import RowConversion
+from sgl_kvpool.transfer.cpu_engine import TorchEngine, engine_class
+from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.transfer.gpu_engine import PageBuffer, RegisteredChunks
+from sgl_kvpool.transfer.host_options import CPU_ENGINE
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_indices
-from sgl_kvpool.transfer.torch_engine import TorchEngine
+from sgl_kvpool.transfer.slots import Transfer, host_view
+
+__all__ = ["EngineRequest", "TransferChannel", "TransferChannels", "build_channels", "channels_of"]
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["TransferChannel"]
-
-Pages = np.ndarray | DevicePages
+Engine = Callable[[TransferPlan], Any]
 
 
 class TransferChannel:
-    """Transfers of one plan in one direction.
-
-    Parameters
-    ----------
-    plan : TransferPlan
-    direction : "to_host" or "to_device"
-    engine : callable
-        Factory that makes the engine of a plan.
-
-    Attributes
-    ----------
-    engine
-        Engine of the plan. With `is_asynchronous` set, it enqueues its steps on the current CUDA stream.
-    """
+    """Transfers of one plan in one direction, by the engine that the factory `engine` makes for it."""
 
     def __init__(
         self,
@@ -48,7 +43,7 @@ class TransferChannel:
         self._torch = TorchEngine(plan)
         self._under_way: list[_OnStream] = []
 
-    def run(self, source_pages: Pages, target_pages: Pages, part: int | None = None) -> None:
+    def run(self, transfer: Transfer, part: int | None = None) -> None:
         """Move pages of all layers, or of the layer at index `part` of the group.
 
         Returns when the pages are there or, on a GPU, when everything is enqueued on the current stream. If
@@ -64,42 +59,39 @@ class TransferChannel:
         """
         self._count_finished()
         try:
-            self._timed(self.engine, source_pages, target_pages, part)
+            self._timed(self.engine, transfer, part)
         except Exception as error:  # torch may succeed, whatever the error
             if isinstance(self.engine, TorchEngine):
                 raise
-            source, target = page_indices(source_pages), page_indices(target_pages)
+            source, target = transfer.page_indices()
             # An invalid list is the caller's error: raise it instead of counting a failure of the engine.
             self.plan.check_pages(source, target)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source)} pages, engine {self.engine.name}", error=error)
             try:
-                self._timed(self._torch, source, target, part)
+                self._timed(self._torch, transfer, part)
             except Exception:  # logged here, because SGLang replaces it by an error of its own
                 logger.exception("sgl-kvpool: transfer of %d pages %s failed", len(source), self.direction)
                 raise
 
-    def _timed(self, engine: Any, source_pages: Pages, target_pages: Pages, part: int | None) -> None:
-        size_bytes = len(source_pages) * self.plan.bytes_per_page(None if part is None else [part])
+    def _timed(self, engine: Any, transfer: Transfer, part: int | None) -> None:
+        size_bytes = len(transfer) * self.plan.bytes_per_page(None if part is None else [part])
         if engine.is_asynchronous:
-            self._on_stream(engine, source_pages, target_pages, part, size_bytes)
+            self._on_stream(engine, transfer, part, size_bytes)
             return
         began = time.perf_counter()
-        engine.copy(source_pages, target_pages, part)
+        engine.copy(transfer, part)
         metrics.transferred(self.direction, engine.name, size_bytes, time.perf_counter() - began)
 
-    def _on_stream(
-        self, engine: Any, source_pages: Pages, target_pages: Pages, part: int | None, size_bytes: int
-    ) -> None:
-        """Enqueue the next step of the current transfer, or the first step of a new one."""
-        last = self._under_way[-1] if self._under_way else None
-        if last is None or not last.goes_on(source_pages, target_pages, part):
-            last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
-        engine.copy(source_pages, target_pages, part)
-        last.end(size_bytes, part)
+    def _on_stream(self, engine: Any, transfer: Transfer, part: int | None, size_bytes: int) -> None:
+        """Enqueue a transfer or its next part between two events."""
+        on_stream = transfer.state.get(self) or _OnStream(engine.name, engine.tools.make_event)
+        engine.copy(transfer, part)
+        on_stream.end(size_bytes)
         # Append only after `end`, because an event that was never recorded counts as reached and has no time.
-        if not self._under_way or self._under_way[-1] is not last:
-            self._under_way.append(last)
+        if self not in transfer.state:
+            transfer.state[self] = on_stream
+            self._under_way.append(on_stream)
 
     def _count_finished(self) -> None:
         """Count finished transfers, except the latest, in the metrics, without waiting for any."""
@@ -114,21 +106,14 @@ class TransferChannel:
 class _OnStream:
     """A transfer whose steps are on a stream, between two events; a load has one call per part."""
 
-    def __init__(self, engine: str, source_pages: Pages, target_pages: Pages, make_event: Callable) -> None:
+    def __init__(self, engine: str, make_event: Callable) -> None:
         self.engine, self.size_bytes = engine, 0
-        self._lists, self._parts = (source_pages, target_pages), set[int | None]()
         self._began, self._ended = make_event(), make_event()
         self._began.record()
 
-    def goes_on(self, source_pages: Pages, target_pages: Pages, part: int | None) -> bool:
-        """Whether a call continues this transfer with another part."""
-        same = source_pages is self._lists[0] and target_pages is self._lists[1]
-        return same and part is not None and part not in self._parts
-
-    def end(self, size_bytes: int, part: int | None) -> None:
+    def end(self, size_bytes: int) -> None:
         """Mark everything that was enqueued so far as part of this transfer."""
         self.size_bytes += size_bytes
-        self._parts.add(part)
         self._ended.record()
 
     def seconds(self) -> float | None:
@@ -136,3 +121,163 @@ class _OnStream:
         if not self._ended.query():
             return None
         return self._began.elapsed_time(self._ended) / 1e3
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """Inputs to the choice of the engine that moves the pages of a host tier.
+
+    `chunks` are those of the host pages, None if they are not pinned. `gpu_calls` loads the compiled side of
+    the GPU engines, csrc/engine_calls.h; it is called for GPU pools only.
+    """
+
+    engine: str
+    io_backend: str
+    chunks: RegisteredChunks | None
+    gpu_calls: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class TransferChannels:
+    """Transfer channels of a host tier: the target's pool first, then the packed drafts' pools."""
+
+    to_host: list[TransferChannel]
+    to_device: list[TransferChannel]
+
+    @functools.cached_property
+    def needs_page_indices(self) -> bool:
+        """Whether an engine needs the indices of device pages on the CPU."""
+        return any(channel.engine.wants_page_indices for channel in (*self.to_host, *self.to_device))
+
+    @property
+    def engines(self) -> str:
+        """Engine names for a log line."""
+        return " and ".join(
+            dict.fromkeys(channel.engine.name for channel in (*self.to_host, *self.to_device))
+        )
+
+    @property
+    def run_bytes(self) -> list[int]:
+        """Sizes of the copy runs of a page, in the plan of the first pool to the host."""
+        return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
+
+
+def build_channels(
+    pages: torch.Tensor,
+    views: Sequence[CanonicalKVCaches],
+    places: Sequence[Sequence[int]],
+    page_size: int,
+    device_rows: RowFormat,
+    host_rows: RowFormat,
+    k_scales: Sequence[Sequence[float]],
+    request: EngineRequest,
+) -> TransferChannels:
+    """Transfer channels between device pools and host pages.
+
+    Parameters
+    ----------
+    pages : Tensor [pages, bytes], uint8, contiguous
+        Host pages, page-major: the rows of all layers, then whatever the tier keeps behind them.
+    views : sequence of CanonicalKVCaches
+        Byte views of the pools, with one group each.
+    places : sequence of sequences of int
+        For each pool, the positions of its layers among the layers of a host page.
+    page_size : int
+        Tokens of a page.
+    device_rows, host_rows : RowFormat
+    k_scales : sequence of sequences of float
+        For each pool, the k_scales of its layers.
+    request : EngineRequest
+
+    Raises
+    ------
+    Exception
+        If the engine that was requested by name cannot be built.
+    """
+    conversions = [
+        None
+        if device_rows == host_rows
+        else RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
+        for scales in k_scales
+    ]
+    plans = []
+    for view, layers, conversion in zip(views, places, conversions, strict=True):
+        (group,) = view.groups
+        content = None if conversion is None else host_rows.tag
+        host = host_view(pages, group, layers, page_size, host_rows, content)
+        there = TransferPlan(view, host, group.name, conversion)
+        back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
+        plans.append((there, back))
+    # Padding between pages stays on the host.
+    page_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
+    return channels_of(plans, pages, page_bytes, request)
+
+
+def channels_of(
+    plans: Sequence[tuple[TransferPlan, TransferPlan]],
+    pages: torch.Tensor,
+    staged_bytes: int,
+    request: EngineRequest,
+) -> TransferChannels:
+    """Transfer channels of plans to the host and back for each pool; the first decides on the engines.
+
+    `pages` is host memory `[pages, bytes]` uint8, contiguous and still unused, and `staged_bytes` the minimum
+    of a buffer slot: a page of rows, or `staged_state_bytes` for states.
+    """
+    tensors = plans[0][0].source.tensors
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "cpu":
+        to_host: Engine = engine_class(required=request.engine == CPU_ENGINE)
+        to_device: Engine = to_host
+    else:
+        to_host, to_device = _gpu_engines(plans[0][0], pages, staged_bytes, device, request)
+    return TransferChannels(
+        [TransferChannel(there, "to_host", to_host) for there, _ in plans],
+        [TransferChannel(back, "to_device", to_device) for _, back in plans],
+    )
+
+
+def _gpu_engines(
+    plan: TransferPlan, pages: torch.Tensor, staged_bytes: int, device: torch.device, request: EngineRequest
+) -> tuple[Engine, Engine]:
+    """Engine factories of both directions; torch's for "auto" if a GPU engine cannot be built."""
+    try:
+        return _built_engines(plan, pages, staged_bytes, device, request)
+    except Exception as error:  # no CUDA compiler, no memory for a buffer, a failed measurement
+        if request.engine != "auto":
+            raise
+        metrics.failed("engine_build", "the GPU engines", error=error)
+        return TorchEngine, TorchEngine
+
+
+def _built_engines(
+    plan: TransferPlan, pages: torch.Tensor, staged_bytes: int, device: torch.device, request: EngineRequest
+) -> tuple[Engine, Engine]:
+    """As `_gpu_engines`, but raises the error of an engine that cannot be built."""
+    chunks = request.chunks
+    run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
+    converts, is_pinned = plan.conversion is not None, chunks is not None
+    calls = request.gpu_calls() if is_pinned else None  # torch copies unpinned memory; the build takes 10 s
+    wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
+    rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}
+    made: list[Engine] = []
+    for direction in ("to_host", "to_device"):
+        name, reason = engine_choice.choose(
+            request.engine,
+            run_bytes=run_bytes,
+            converts=converts,
+            io_backend=request.io_backend,
+            is_pinned=is_pinned,
+            rates=rates.get(direction),
+        )
+        link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
+        logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
+        if name == TorchEngine.name or chunks is None:
+            made.append(TorchEngine)
+            continue
+        engine = GPU_ENGINES[name]
+        # The engines of one direction can share a page buffer, because channels use one stream.
+        buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
+        tools = EngineTools(calls, device, buffer, chunks)
+        made.append(functools.partial(engine, tools=tools, to_host=direction == "to_host"))
+    return made[0], made[1]

@@ -7,13 +7,21 @@ does this with the codec, for engine `torch`; the other engines do it with `code
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.codec.compiled import latent_id, row_layout
-from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
+from sgl_kvpool.layout import (
+    KV_LORA_RANK_MULTIPLE,
+    QK_ROPE_HEAD_DIMS,
+    Encoding,
+    MLAKVCacheLayout,
+    RowFormat,
+    SegmentEncoding,
+)
 from sgl_kvpool.refusal import use
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 
@@ -23,6 +31,23 @@ __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", 
 #: dense pool are padded to it. Rows of a DSA pool are not; those of 264 bytes, for instance, cannot be
 #: converted.
 CONVERTED_ALIGNMENT_BYTES = 16
+
+_E = SegmentEncoding
+
+#: Pairs of latent encodings that are converted in both directions: `for_formats` of
+#: codec/csrc/row_conversion.h compiles these pairs, and no others.
+_CONVERTED = frozenset(
+    map(
+        frozenset,
+        [
+            (_E.BF16, _E.E4M3_IN_TILES),
+            (_E.BF16, _E.E2M1_IN_BLOCKS),
+            (_E.E4M3_BY_K_SCALE, _E.E2M1_IN_BLOCKS),
+            (_E.E4M3_IN_TILES, _E.E2M1_IN_BLOCKS),
+            (_E.E2M1_IN_BLOCKS,),
+        ],
+    )
+)
 
 
 def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
@@ -36,15 +61,7 @@ def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
 
 
 def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None:
-    """Reason why rows of the device cannot be stored on the host in a layout; None if they can.
-
-    Parameters
-    ----------
-    device : RowFormat
-        Row format of the device pool.
-    host : MLAKVCacheLayout
-        Layout of the host tier; the device's own ("same") needs no conversion.
-    """
+    """Reason why rows of the device cannot be stored in a layout of the host; None if they can."""
     able = narrower_layouts(device)
     if host is device.layout or host in able:
         return None
@@ -59,6 +76,28 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
     )
 
 
+def _check_converted() -> None:
+    """Raise RuntimeError if a pair of layouts that `host_layout_problem` allows cannot be converted."""
+    # A row's size is linear in both numbers, so a layout is narrower here if it is for any geometry.
+    formats = [
+        layout.row_format(rank, rope, align_bytes=1)
+        for layout in MLAKVCacheLayout
+        for rank in (KV_LORA_RANK_MULTIPLE, 1024 * KV_LORA_RANK_MULTIPLE)
+        for rope in QK_ROPE_HEAD_DIMS
+    ]
+    missing = {
+        f"{device.layout} and {host}"
+        for device, host in itertools.product(formats, map(MLAKVCacheLayout, HOST_LAYOUTS[1:]))
+        if _bytes(host, device) < device.row_bytes
+        and frozenset((device.layout.latent, host.latent)) not in _CONVERTED
+    }
+    if missing:
+        raise RuntimeError(
+            f"_CONVERTED of sgl_kvpool/transfer/conversion.py has no line for {', '.join(sorted(missing))}; "
+            "add the pair of their latent encodings there and to for_formats of codec/csrc/row_conversion.h"
+        )
+
+
 def _odd_sizes(host: MLAKVCacheLayout, device: RowFormat) -> bool:
     """Whether the row size of either side rules out a conversion."""
     return any(n % CONVERTED_ALIGNMENT_BYTES for n in (_bytes(host, device), device.row_bytes))
@@ -68,16 +107,14 @@ def _bytes(layout: MLAKVCacheLayout, like: RowFormat) -> int:
     return like.in_layout(layout).row_bytes
 
 
+_check_converted()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowConversion:
-    """Conversion of rows of `source` into rows of `target`.
+    """Conversion of rows of `source` into rows of `target`, which have the same geometry.
 
-    Attributes
-    ----------
-    source, target : RowFormat
-        Row formats of the same geometry.
-    k_scales : tuple of float
-        k_scale of each layer of the group, for formats that use one.
+    `k_scales` has the k_scale of each layer of the group, for formats that use one.
     """
 
     source: RowFormat
@@ -89,17 +126,9 @@ class RowConversion:
         return replace(self, source=self.target, target=self.source)
 
     def convert(self, rows: torch.Tensor, layer: int) -> torch.Tensor:
-        """Convert rows of a layer with torch, on their device.
+        """Convert rows of the layer with this index in the group, on their device.
 
-        Parameters
-        ----------
-        rows : Tensor [tokens, source.row_bytes], uint8
-        layer : int
-            Index of the layer in the group.
-
-        Returns
-        -------
-        Tensor [tokens, target.row_bytes], uint8
+        From `[tokens, source.row_bytes]` to `[tokens, target.row_bytes]`, uint8.
         """
         k_scale, rank = self.k_scales[layer], self.source.kv_lora_rank
         values = decode_rows(rows, self.source, k_scale=k_scale)

@@ -1,12 +1,8 @@
-"""The `cpu` engine: transfers between two places in host memory, with streaming stores and threads.
-
-tvm-ffi, a dependency of SGLang, compiles it with g++ on first use (4 s) and caches the result.
-"""
+"""The engines without GPU code: `cpu`, between two places in host memory, and `torch`, where others fail."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,40 +11,78 @@ import numpy as np
 import torch
 
 from sgl_kvpool import metrics
-from sgl_kvpool.compiler import cpu_flags, ninja_on_path
+from sgl_kvpool.compiler import Module, cpu_flags
+from sgl_kvpool.memory.canonical import CanonicalKVCaches
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
-from sgl_kvpool.transfer.torch_engine import TorchEngine
+from sgl_kvpool.transfer.slots import Transfer
 
-logger = logging.getLogger(__name__)
-
-__all__ = ["CpuEngine", "engine_class"]
+__all__ = ["CpuEngine", "TorchEngine", "copy_checked_pages", "engine_class"]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 
 
+class TorchEngine:
+    """Carries out transfers of one plan with torch: per layer a gather, a copy between devices, a scatter."""
+
+    name = "torch"
+    is_asynchronous = False
+    #: Whether `copy` needs the indices of device pages on the CPU; otherwise it takes slot lists as they are.
+    wants_page_indices = True
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+
+    def copy(self, transfer: Transfer, part: int | None = None) -> None:
+        """As `CpuEngine.copy`."""
+        lists = transfer.page_indices()
+        self.plan.check_pages(*lists)
+        group = self.plan.source_group
+        parts = range(len(group.layers)) if part is None else (part,)
+        from_pages, to_pages = (torch.from_numpy(np.array(pages, dtype=np.int64)) for pages in lists)
+        copy_checked_pages(
+            self.plan.source, self.plan.target, group.name, from_pages, to_pages, parts, self._converted
+        )
+
+    def _converted(self, moved: torch.Tensor, part: int) -> torch.Tensor:
+        """Bytes of some pages of a layer in the target's format, int8; converted: `[tokens, row_bytes]`."""
+        conversion = self.plan.conversion
+        if conversion is None:
+            return moved
+        rows = moved.view(torch.uint8).reshape(-1, conversion.source.row_bytes)
+        return conversion.convert(rows, part).view(torch.int8)
+
+
+def copy_checked_pages(
+    source: CanonicalKVCaches,
+    target: CanonicalKVCaches,
+    group: str,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+    parts: Iterable[int],
+    convert: Callable[[torch.Tensor, int], torch.Tensor] = lambda moved, part: moved,
+) -> None:
+    """Copy pages of some layers of a group, given by their index, with lists that have been checked.
+
+    `convert(moved, part)` makes the target's bytes from the source's, `[pages, runs, run_bytes]` int8, on the
+    source's device. Page lists may be on any device.
+    """
+    ours, theirs = source.group(group), target.group(group)
+    source_pages, target_pages = source_pages.long(), target_pages.long()
+    for part in parts:
+        from_bytes = source.view(ours, ours.layers[part].runs)
+        moved = convert(from_bytes[source_pages.to(from_bytes.device)], part)
+        into = target.view(theirs, theirs.layers[part].runs)
+        into[target_pages.to(into.device)] = moved.reshape(len(target_pages), *into.shape[1:]).to(into.device)
+
+
 @cache
 def _module() -> Any:
-    from tvm_ffi import cpp
-
-    # A damaged file in the cache ends the process without a message, so this is logged before.
-    logger.info("sgl-kvpool: loading engine cpu, which tvm-ffi compiles and keeps in its cache folder")
-    with ninja_on_path():
-        return cpp.load(
-            "sgl_kvpool_cpu_engine",
-            sources=[str(_SOURCES / "cpu_engine.cpp")],
-            extra_cflags=cpu_flags(torch.backends.cpu.get_cpu_capability()),
-            extra_include_paths=[str(_SOURCES)],
-        )
+    flags = cpu_flags(torch.backends.cpu.get_cpu_capability())
+    return Module("sgl_kvpool_cpu_engine", _SOURCES / "cpu_engine.cpp", flags).load()
 
 
 def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngine]:
-    """`CpuEngine`, or `TorchEngine` if that cannot be built; the failure is logged and counted.
-
-    Parameters
-    ----------
-    required : bool
-        Whether to raise the error instead.
-    """
+    """`CpuEngine`; if it cannot be built, an error if `required`, else `TorchEngine`, logged and counted."""
     try:
         _module()
     except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
@@ -62,16 +96,7 @@ def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngin
 class CpuEngine:
     """Carries out transfers of one plan between two places in host memory.
 
-    Parameters
-    ----------
-    plan : TransferPlan
-    threads : int, optional
-        Maximum number of threads; torch's by default. Each copies a share of the (copy run, page) pairs.
-
-    Raises
-    ------
-    Exception
-        If the engine cannot be compiled here: an error of tvm-ffi, or of its import.
+    Each of up to `threads` threads, by default torch's number, copies a share of the (copy run, page) pairs.
     """
 
     name = "cpu"
@@ -98,28 +123,17 @@ class CpuEngine:
         """Copy runs as the compiled side takes them, `[runs, 8]` int64."""
         return torch.tensor([run.row for run in copy_runs], dtype=torch.int64).view(-1, 8)
 
-    def copy(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
-        """Copy pages, and return when they are there.
+    def copy(self, transfer: Transfer, part: int | None = None) -> None:
+        """Copy pages of all layers, or of the layer at index `part` of the group; return when they are there.
 
-        Parameters
-        ----------
-        source_pages, target_pages : ndarray [pages], integers
-            Page indices; page `source_pages[i]` is copied to page `target_pages[i]`.
-        part : int, optional
-            Index of a layer in the group; all layers by default.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Errors of `TransferPlan.check_pages`, before anything is copied.
+        Errors of `TransferPlan.check_pages` are raised before anything is copied.
         """
-        self.plan.check_pages(source_pages, target_pages)
+        lists = transfer.page_indices()
+        self.plan.check_pages(*lists)
         runs = self._all_layers if part is None else self._one_layer[part]
-        if not len(runs) or not len(source_pages):
+        if not len(runs) or not len(transfer):
             return
-        pages = [
-            torch.from_numpy(np.ascontiguousarray(p, dtype=np.int64)) for p in (source_pages, target_pages)
-        ]
+        pages = [torch.from_numpy(np.ascontiguousarray(p, dtype=np.int64)) for p in lists]
         if self.plan.conversion is None:
             self._module.copy_pages(runs, *pages, self.threads)
             return

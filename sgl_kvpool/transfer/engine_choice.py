@@ -29,14 +29,8 @@ _ROUNDS = 3
 class LinkRates:
     """Rates of the copy engine between a GPU and pinned memory in one direction.
 
-    Attributes
-    ----------
-    link_gb_per_s : float
-        Rate of one long copy, in 1e9 bytes per second.
-    gb_per_s : mapping of int to float
-        Rates of scattered runs, by run size in bytes.
-    submit_us : float
-        CPU time per run.
+    `link_gb_per_s` is that of one long copy, in 1e9 bytes per second, `gb_per_s` those of scattered runs by
+    run size in bytes, and `submit_us` the CPU time per run.
     """
 
     link_gb_per_s: float
@@ -63,26 +57,7 @@ def choose(
     is_pinned: bool,
     rates: LinkRates | None,
 ) -> tuple[str, str]:
-    """Engine of one direction, and the reason for it.
-
-    Parameters
-    ----------
-    requested : str
-        Value of --kv-host-engine.
-    run_bytes : int
-        Bytes of the shortest run of a page.
-    converts : bool
-        Whether the host tier has another layout than the device.
-    io_backend : str
-        Value of --hicache-io-backend.
-    is_pinned : bool
-    rates : LinkRates or None
-        Rates of the direction; None if they were not measured.
-
-    Returns
-    -------
-    engine, reason : str
-    """
+    """Engine of one direction, and the reason for it; `run_bytes` is the shortest run of a page."""
     if not is_pinned:
         return "torch", "the host tier is not pinned"
     if requested != "auto":
@@ -103,21 +78,9 @@ def choose(
 def measure(
     calls: Any, host: torch.Tensor, chunks: RegisteredChunks, device: torch.device
 ) -> dict[str, LinkRates]:
-    """Measure the rates of the copy engine in both directions (0.3 s).
+    """Measure the rates of the copy engine in both directions, "to_host" and "to_device" (0.3 s).
 
-    Parameters
-    ----------
-    calls : module
-        Module that `gpu_calls` returns.
-    host : Tensor, uint8, pinned
-        Memory of a host tier that is still unused; its beginning is overwritten.
-    chunks : RegisteredChunks
-    device : torch.device
-
-    Returns
-    -------
-    dict of str to LinkRates
-        Rates by direction, "to_host" and "to_device".
+    `host` is pinned memory of a tier that is still unused; its beginning is overwritten.
     """
     flat = host.view(-1)
     size_bytes = min(_LONGEST_BYTES, flat.nbytes)
@@ -125,6 +88,7 @@ def measure(
         size_bytes = min(size_bytes, chunks.chunk_bytes)
     scratch = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # which clears the scratch memory
     found = {}
     for direction in ("to_host", "to_device"):
         ends = (scratch, flat) if direction == "to_host" else (flat, scratch)

@@ -18,29 +18,175 @@ engine                  device to host                             host to devic
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
-from sgl_kvpool.transfer.gpu_engine import CopyJob, EngineTools, GpuEngine, KernelJob, contiguous
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.transfer.gpu_engine import (
+    CopyJob,
+    EngineTools,
+    GpuEngine,
+    KernelJob,
+    contiguous,
+    counted_from,
+)
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_indices
-from sgl_kvpool.transfer.staged_engine import StagedEngine
+from sgl_kvpool.transfer.slots import Transfer, packed_view
 
 __all__ = ["GPU_ENGINES", "CopyEngine", "EngineTools", "KernelEngine", "StagedEngine"]
 
+#: Bytes of a page that a load copies at once: enough that the copy takes the link longer (5 us) than its
+#: submission takes the CPU (0.6 us), few enough that the first layers arrive early.
+_GROUP_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class _TwoSteps:
+    """Kernel and copies for some parts of a page, and how many pages of these parts a buffer slot holds."""
+
+    kernel: KernelJob
+    copy: CopyJob
+    slot_pages: int
+
+
+class StagedEngine(GpuEngine):
+    """Moves pages through the page buffer; see the module's docstring.
+
+    Loads move parts in groups; stores move all parts at once, or in groups if one slot does not hold all
+    parts. Parts may have different sizes.
+    """
+
+    name = "staged"
+    wants_page_indices = False
+
+    def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
+        super().__init__(plan, tools, to_host)
+        if tools.buffer is None:
+            raise ValueError("engine staged needs a page buffer")
+        self._buffer = tools.buffer
+        host = plan.target_group if to_host else plan.source_group
+        parts = range(len(host.layers))
+        # A pipeline stage may have no layer.
+        wanted = self._buffer.slot_bytes if to_host else _GROUP_BYTES
+        self._groups: list[range] = _groups(host, wanted, self._buffer.slot_bytes) if parts else []
+        self._steps = [self._make_steps(group) for group in self._groups]
+        self._group_of = {part: i for i, group in enumerate(self._groups) for part in group}
+
+    def _make_steps(self, parts: Sequence[int]) -> _TwoSteps:
+        """Kernel between device pages and a slot, and copies between the slot and host pages, for `parts`."""
+        plan = self.plan
+        source, target = (
+            CanonicalKVCaches(caches.tensors, (_some(group, parts),))
+            for caches, group in ((plan.source, plan.source_group), (plan.target, plan.target_group))
+        )
+        host = target if self.to_host else source
+        (group,) = host.groups
+        pages = self._buffer.pages(group.bytes_per_page)
+        slot = packed_view(pages, group)
+        conversion = plan.conversion
+        if conversion is not None:
+            conversion = replace(conversion, k_scales=tuple(conversion.k_scales[i] for i in parts))
+        name, base, places = group.name, self._buffer.memory.data_ptr(), range(len(parts))
+        if self.to_host:
+            moved = counted_from(TransferPlan(source, slot, name, conversion).copy_runs, target_base=base)
+            copied = counted_from(TransferPlan(slot, target, name).copy_runs, source_base=base)
+        else:
+            copied = counted_from(TransferPlan(source, slot, name).copy_runs, target_base=base)
+            moved = counted_from(TransferPlan(slot, target, name, conversion).copy_runs, source_base=base)
+        kernel = KernelJob(moved, self.tools.device, conversion, places)
+        return _TwoSteps(kernel, CopyJob(copied, self.tools.chunks), len(pages))
+
+    def copy(self, transfer: Transfer, part: int | None = None) -> None:
+        """Enqueue the steps that move pages: all parts, or in a load the group of parts that contains `part`.
+
+        The first part of a group loads the whole group. A store ignores `part`: SGLang stores all parts at
+        once.
+        """
+        stream = self.tools.current_stream()
+        if self.to_host:
+            self._check(transfer)
+            self._store(transfer, stream)
+            return
+        # If the following fails, the next part begins anew.
+        load = transfer.state.pop(self, None) or self._begun(transfer, stream)
+        for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
+            if group not in load.groups:
+                self._load_group(load, group, stream)
+                load.groups.add(group)
+        transfer.state[self] = load
+
+    def _begun(self, transfer: Transfer, stream: int) -> _Load:
+        self._check(transfer)
+        load = _Load(*self._on_device(transfer.device_pages), contiguous(transfer.host_pages))
+        self.tools.calls.begin(self._buffer.handle, stream)
+        return load
+
+    def _store(self, transfer: Transfer, stream: int) -> None:
+        slots, stride = self._on_device(transfer.device_pages)
+        host_pages = contiguous(transfer.host_pages)
+        self.tools.calls.begin(self._buffer.handle, stream)
+        for steps in self._steps:
+            self.tools.calls.staged_store(
+                self._buffer.handle,
+                steps.kernel.address,
+                steps.copy.address,
+                slots.data_ptr(),
+                stride,
+                host_pages.ctypes.data,
+                len(host_pages),
+                steps.slot_pages,
+                stream,
+            )
+
+    def _load_group(self, load: _Load, group: int, stream: int) -> None:
+        steps = self._steps[group]
+        self.tools.calls.staged_load(
+            self._buffer.handle,
+            steps.copy.address,
+            steps.kernel.address,
+            load.host_pages.ctypes.data,
+            load.slots.data_ptr(),
+            load.stride,
+            len(load.host_pages),
+            steps.slot_pages,
+            stream,
+        )
+
+
+@dataclass
+class _Load:
+    """Lists of a load as compiled code takes them, and the groups that were enqueued so far."""
+
+    slots: torch.Tensor
+    stride: int
+    host_pages: np.ndarray
+    groups: set[int] = field(default_factory=set)
+
+
+def _some(group: CanonicalGroup, parts: Sequence[int]) -> CanonicalGroup:
+    return replace(group, layers=tuple(group.layers[i] for i in parts))
+
+
+def _groups(host: CanonicalGroup, wanted_bytes: int, most_bytes: int) -> list[range]:
+    """Consecutive parts, grouped until they reach `wanted_bytes` without exceeding `most_bytes`."""
+    groups: list[range] = []
+    first, size_bytes = 0, 0
+    for part, layer in enumerate(host.layers):
+        if first < part and size_bytes + layer.runs.size_bytes > most_bytes:
+            groups.append(range(first, part))
+            first, size_bytes = part, 0
+        size_bytes += layer.runs.size_bytes
+        if size_bytes >= wanted_bytes or part == len(host.layers) - 1:
+            groups.append(range(first, part + 1))
+            first, size_bytes = part + 1, 0
+    return groups
+
 
 class CopyEngine(GpuEngine):
-    """Moves pages with the copy engine alone; see the module's docstring.
-
-    Parameters
-    ----------
-    plan : TransferPlan
-        Plan without a conversion.
-    tools : EngineTools
-    to_host : bool
-        Whether the direction is device to host.
-    """
+    """Moves pages with the copy engine alone; for plans without a conversion; see the module's docstring."""
 
     name = "copy_engine"
     wants_page_indices = True
@@ -54,14 +200,9 @@ class CopyEngine(GpuEngine):
             CopyJob(plan.copy_runs_of([part]), tools.chunks) for part in range(len(plan.source_group.layers))
         ]
 
-    def copy(
-        self,
-        source_pages: np.ndarray | DevicePages,
-        target_pages: np.ndarray | DevicePages,
-        part: int | None = None,
-    ) -> None:
+    def copy(self, transfer: Transfer, part: int | None = None) -> None:
         """Enqueue copies of pages, all parts or one. Waits for the GPU if a page list is on it."""
-        source, target = (contiguous(page_indices(pages)) for pages in (source_pages, target_pages))
+        source, target = map(contiguous, transfer.page_indices())
         self.plan.check_pages(source, target)
         job = self._all if part is None else self._one[part]
         self.tools.calls.copy_pages(
@@ -75,16 +216,7 @@ class CopyEngine(GpuEngine):
 
 
 class KernelEngine(GpuEngine):
-    """Moves pages with a kernel that accesses pinned host memory; see the module's docstring.
-
-    Parameters
-    ----------
-    plan : TransferPlan
-        Plan with or without a conversion.
-    tools : EngineTools
-    to_host : bool
-        Whether the direction is device to host.
-    """
+    """Moves pages with a kernel that accesses pinned host memory; see the module's docstring."""
 
     name = "kernel"
     wants_page_indices = False
@@ -96,22 +228,16 @@ class KernelEngine(GpuEngine):
         self._one = [
             KernelJob(plan.copy_runs_of([part]), tools.device, plan.conversion, [part]) for part in parts
         ]
-        self._uploaded: tuple[Any, Any, tuple] | None = None
 
-    def copy(
-        self,
-        source_pages: np.ndarray | DevicePages,
-        target_pages: np.ndarray | DevicePages,
-        part: int | None = None,
-    ) -> None:
+    def copy(self, transfer: Transfer, part: int | None = None) -> None:
         """Enqueue a kernel that moves pages, all parts or one."""
-        kept = self._uploaded
-        if part is None or kept is None or kept[0] is not source_pages or kept[1] is not target_pages:
-            self._check(source_pages, target_pages)
-            lists = (self._on_device(source_pages), self._on_device(target_pages))
-            # The parts of a load have the same lists; the next load has others.
-            self._uploaded = kept = (source_pages, target_pages, lists)
-        (source, source_stride), (target, target_stride) = kept[2]
+        lists = transfer.state.get(self)
+        if lists is None:
+            self._check(transfer)
+            ends = transfer.device_pages, transfer.host_pages
+            lists = [self._on_device(pages) for pages in (ends if self.to_host else ends[::-1])]
+            transfer.state[self] = lists
+        (source, source_stride), (target, target_stride) = lists
         job = self._all if part is None else self._one[part]
         self.tools.calls.kernel_pages(
             job.address,
@@ -119,7 +245,7 @@ class KernelEngine(GpuEngine):
             source_stride,
             target.data_ptr(),
             target_stride,
-            len(source_pages),
+            len(transfer),
             self.tools.current_stream(),
         )
 

@@ -6,17 +6,20 @@ when both sides of a transfer are known, and keep the memory alive that they poi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from sgl_kvpool.compiler import Module
 from sgl_kvpool.transfer.conversion import RowConversion
-from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_indices
+from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer
 
 __all__ = [
     "KERNEL_BLOCKS",
@@ -24,28 +27,76 @@ __all__ = [
     "EngineTools",
     "GpuEngine",
     "KernelJob",
+    "PageBuffer",
     "RegisteredChunks",
+    "buffer_bytes",
+    "calls_module",
     "contiguous",
     "counted_from",
+    "gpu_calls",
+    "staged_state_bytes",
 ]
 
+#: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
+_SLOTS = 4
+#: Maximum bytes of a slot, unless a page is longer. The link needs 300 us for them: a wait between two slots
+#: costs less than 1 % of that. A larger slot would lengthen a store's first gather, which overlaps with no
+#: copy.
+_SLOT_BYTES = 16 << 20
+#: Alignment of slots; kernels choose their word size by addresses relative to a slot.
+_ALIGNMENT_BYTES = 256
+#: Maximum number of whole pages in a slot. Loads move groups of layers, of which a slot holds more pages.
+_SLOT_PAGES = 16
+_SOURCES = Path(__file__).resolve().parent / "csrc"
 #: Blocks of a kernel, which therefore occupies at most 16 SMs and leaves the others to the model.
 KERNEL_BLOCKS = 16
 #: Word sizes of the copy kernels, the widest first.
 _WORD_BYTES = (16, 8, 4)
 
 
+def _slot_bytes(page_bytes: int) -> int:
+    wanted = max(page_bytes, min(_SLOT_BYTES, _SLOT_PAGES * page_bytes))
+    return -(-wanted // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def buffer_bytes(page_bytes: int) -> int:
+    """Bytes of the buffers of both directions, for host pages or `staged_state_bytes` of states.
+
+    At most 128 MiB, or 8 pages if a page is longer than 16 MiB.
+    """
+    return 2 * _SLOTS * _slot_bytes(page_bytes)
+
+
+def staged_state_bytes(state_bytes: int, largest_part_bytes: int) -> int:
+    """Minimum bytes of a buffer slot for states, whose parts are moved in groups, and each part whole.
+
+    The states of all layers in a host slot have tens of megabytes. Buffers with several slots of this size
+    would take a large part of a GPU's memory.
+    """
+    return min(state_bytes, max(largest_part_bytes, _SLOT_BYTES))
+
+
+class PageBuffer:
+    """Device memory for the pages of one direction, with the stream and the events that order its use.
+
+    `handle` is the address of the `Staging` object of csrc/staging.h; `page_bytes` as for `buffer_bytes`.
+    """
+
+    def __init__(self, page_bytes: int, device: torch.device, calls: Any) -> None:
+        self.slot_bytes = _slot_bytes(page_bytes)
+        self.memory = torch.empty(_SLOTS, self.slot_bytes, dtype=torch.uint8, device=device)
+        self.handle: int = calls.make_staging(self.memory.data_ptr(), self.slot_bytes, _SLOTS)
+        weakref.finalize(self, calls.free_staging, self.handle)
+
+    def pages(self, page_bytes: int) -> torch.Tensor:
+        """The first slot as pages, `[pages, page_bytes]` uint8."""
+        count = self.slot_bytes // page_bytes
+        return self.memory[0, : count * page_bytes].view(count, page_bytes)
+
+
 @dataclass(frozen=True)
 class RegisteredChunks:
-    """Host memory that was registered with CUDA chunk by chunk.
-
-    Attributes
-    ----------
-    begin : int
-        Address of the first byte.
-    chunk_bytes : int
-        Bytes of a chunk; 0 if no copy can cross a chunk boundary.
-    """
+    """Host memory registered with CUDA in chunks of `chunk_bytes`; 0 if no copy can cross a boundary."""
 
     begin: int = 0
     chunk_bytes: int = 0
@@ -53,22 +104,10 @@ class RegisteredChunks:
 
 @dataclass(frozen=True)
 class EngineTools:
-    """Objects that the engines of one direction share.
+    """Objects that the engines of one direction share; only `staged` needs a buffer.
 
-    Attributes
-    ----------
-    calls : module
-        Module that `gpu_calls` returns.
-    device : torch.device
-        Device of the pool.
-    buffer : PageBuffer or None
-        Page buffer; only `staged` needs one.
-    chunks : RegisteredChunks
-        Chunks of the host tier's memory.
-    current_stream : callable
-        Returns the handle of the stream on which steps are enqueued.
-    make_event : callable
-        Makes an event with `record`, `query` and `elapsed_time`, for the metrics.
+    `current_stream` returns the handle of the stream on which steps are enqueued, and `make_event` an event
+    with `record`, `query` and `elapsed_time`, for the metrics.
     """
 
     calls: Any
@@ -93,27 +132,23 @@ class GpuEngine:
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         self.plan, self.tools, self.to_host = plan, tools, to_host
 
-    def _sides(self, source: Any, target: Any) -> tuple[Any, Any]:
-        """Both arguments, the device's first."""
-        return (source, target) if self.to_host else (target, source)
-
-    def _check(self, source: np.ndarray | DevicePages, target: np.ndarray | DevicePages) -> None:
+    def _check(self, transfer: Transfer) -> None:
         """Check what does not need the GPU: the lengths of both lists, and the host pages."""
-        if len(source) != len(target):
-            raise ValueError(f"{len(source)} source pages for {len(target)} target pages")
-        _, host_pages = self._sides(source, target)
-        _, group = self._sides(self.plan.source_group, self.plan.target_group)
-        indices = page_indices(host_pages)
-        if len(indices) and not (indices.min() >= 0 and indices.max() < group.num_pages):
+        host, device = transfer.host_pages, transfer.device_pages
+        if len(host) != len(device):
+            raise ValueError(f"{len(device)} device pages for {len(host)} host pages")
+        group = self.plan.target_group if self.to_host else self.plan.source_group
+        if len(host) and not (host.min() >= 0 and host.max() < group.num_pages):
             raise ValueError(
-                f"host pages {indices.min()} to {indices.max()} requested; there are {group.num_pages}"
+                f"host pages {host.min()} to {host.max()} requested; there are {group.num_pages}"
             )
 
-    def _on_device(self, pages: np.ndarray | DevicePages) -> tuple[torch.Tensor, int]:
+    def _on_device(self, pages: Pages) -> tuple[torch.Tensor, int]:
         """Slots or page indices in device memory, and the number of list entries per page."""
-        if isinstance(pages, DevicePages) and pages.slots.device == self.tools.device:
-            return pages.slots.to(torch.int64).contiguous(), pages.page_size
-        pages = page_indices(pages)
+        if isinstance(pages, DevicePages):
+            if pages.slots.device == self.tools.device:
+                return pages.slots.to(torch.int64).contiguous(), pages.page_size
+            pages = pages.page_indices()
         # CUDA copies short lists out of pageable memory before this returns; longer ones wait for the stream.
         return torch.from_numpy(contiguous(pages)).to(self.tools.device, non_blocking=True), 1
 
@@ -137,21 +172,9 @@ def _table(runs: Sequence[CopyRun], device: torch.device | str) -> torch.Tensor:
 
 
 class KernelJob:
-    """The struct `KernelJob` of csrc/staging.h in host memory.
+    """The struct `KernelJob` of csrc/staging.h in host memory; with a conversion, each run is one row.
 
-    Parameters
-    ----------
-    runs : sequence of CopyRun
-    device : torch.device
-        Device that runs the kernel.
-    conversion : RowConversion, optional
-        Conversion of the rows; a run is one row.
-    parts : sequence of int
-        Indices of the runs' layers in the group, which select their k_scales; only with a conversion.
-
-    Attributes
-    ----------
-    address : int
+    Then `parts`, the indices of the runs' layers in the group, select their k_scales.
     """
 
     def __init__(
@@ -184,18 +207,7 @@ def _bytes_of(run: CopyRun) -> tuple[int, ...]:
 
 
 class CopyJob:
-    """The struct `CopyJob` of csrc/staging.h in host memory.
-
-    Parameters
-    ----------
-    runs : sequence of CopyRun
-    chunks : RegisteredChunks
-        Chunks of the host's memory.
-
-    Attributes
-    ----------
-    address : int
-    """
+    """The struct `CopyJob` of csrc/staging.h in host memory."""
 
     def __init__(self, runs: Sequence[CopyRun], chunks: RegisteredChunks) -> None:
         table = _table(runs, "cpu")
@@ -203,3 +215,21 @@ class CopyJob:
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._kept = table
         self.address = self._numbers.data_ptr()
+
+
+def calls_module(capability: tuple[int, int]) -> Module:
+    """The compiled side of the engines, csrc/engine_calls.h, for GPUs of a compute capability (10 s)."""
+    major, minor = capability
+    # Kernels for 9.0 and newer are compiled for one architecture, as SGLang compiles its own.
+    arch = f"{major}.{minor}{'a' if major >= 9 else ''}"
+    flags = ("-std=c++20", "-O3")
+    return Module("sgl_kvpool_gpu_engines", _SOURCES / "bind_tvm_ffi.cu", flags, cuda_arch=arch)
+
+
+@cache
+def gpu_calls() -> Any:
+    """Functions of csrc/engine_calls.h, whose arguments are all int; addresses are not checked.
+
+    Errors as `Module.load`; for example, if there is no CUDA compiler.
+    """
+    return calls_module(torch.cuda.get_device_capability()).load()

@@ -14,10 +14,10 @@ __all__ = [
     "HOST_IO_BACKENDS",
     "HOST_LABELS",
     "HOST_LAYOUTS",
-    "KEPT_FREE_BYTES",
     "NARROWEST_HOST_LAYOUT",
     "NODE",
     "RANK",
+    "RESERVED_BYTES",
     "SAME",
     "HostTierOptions",
 ]
@@ -28,7 +28,7 @@ HOST_LABELS = ("page_first", "page_first_direct")
 HOST_IO_BACKENDS = ("kernel", "direct")
 #: Host memory that SGLang keeps free when it makes a host tier: its HICACHE_HOST_MEMORY_RESERVE_BYTES,
 #: repeated for modules that do not import SGLang.
-KEPT_FREE_BYTES = 10 << 30
+RESERVED_BYTES = 10 << 30
 
 #: Value of --kv-host-layout for the device's layout.
 SAME = "same"
@@ -47,40 +47,25 @@ NODE, RANK = "node", "rank"
 
 @dataclass(frozen=True)
 class HostTierOptions:
-    """Options of a host tier.
-
-    Attributes
-    ----------
-    layout : str
-        One of `HOST_LAYOUTS`.
-    engine : str
-        One of `HOST_ENGINES`, or "auto".
-    sharing : str
-        `NODE` or `RANK`.
-    """
+    """Options of a host tier: of `HOST_LAYOUTS`, `HOST_ENGINES` (or "auto"), and `NODE` or `RANK`."""
 
     layout: str = SAME
     engine: str = "auto"
     sharing: str = RANK
 
     @property
-    def is_default(self) -> bool:
-        """Whether all options have their defaults."""
-        return self == HostTierOptions()
-
-    @property
     def may_stage(self) -> bool:
         """Whether engine `staged` may be chosen on a GPU."""
         return self.engine in ("auto", "staged")
 
-    def takes(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
+    def serves(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
         """Whether sgl-kvpool provides the host tier of such a pool.
 
         On a GPU, SGLang's own host pool, which has been run there, serves the rows of SGLang's own tensors.
         Ours serves the other layouts and arrangements, any pool if an option is set, and all pools on a CPU.
         """
         stock = not layout.is_packed and arrangement.has_contiguous_layers
-        return device == "cpu" or not stock or not self.is_default
+        return device == "cpu" or not stock or self != HostTierOptions()
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
         """Layout of the host's rows for a pool of layout `device`."""

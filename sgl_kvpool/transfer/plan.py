@@ -83,7 +83,6 @@ class TransferPlan:
 
     Parameters
     ----------
-    source, target : CanonicalKVCaches
     group : str
         Name of a group of both sides. Its layers and the meaning of their bytes have to be the same on both
         sides; their arrangement may differ.
@@ -97,11 +96,6 @@ class TransferPlan:
     ValueError
         If layers differ or their runs cannot be paired, or if rows to convert have other formats than the
         conversion or do not begin at multiples of 16 bytes.
-
-    Attributes
-    ----------
-    source, target : CanonicalKVCaches
-    source_group, target_group : CanonicalGroup
     """
 
     def __init__(
@@ -154,14 +148,10 @@ class TransferPlan:
         return min(sum(layers[i].runs.size_bytes for i in chosen) for layers in sides)
 
     def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
-        """Check page lists, before anything is enqueued.
+        """Check page lists, before anything is enqueued; TypeError if a list is not an array of integers.
 
-        Raises
-        ------
-        TypeError
-            If a list is not an array of integers.
-        ValueError
-            If the lists differ in length, a page is outside of its group, or a target page is listed twice.
+        ValueError if the lists differ in length, a page is outside of its group, or a target page is listed
+        twice.
         """
         for name, pages, group in (
             ("source", source_pages, self.source_group),

@@ -1,13 +1,19 @@
-"""Slot lists as SGLang gives them, and the indices of their pages. Needs torch and NumPy only."""
+"""Pages of a transfer: slot lists as SGLang gives them, their page indices, byte views of pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["DevicePages", "page_indices", "pages_of", "slot_list_problem"]
+from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.memory.runs import PageRuns
+
+__all__ = ["DevicePages", "Pages", "Transfer", "host_view", "packed_view", "pages_of", "slot_list_problem"]
 
 
 def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
@@ -17,15 +23,7 @@ def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DevicePages:
-    """Pages of a GPU pool as SGLang's list of their slots, which stays on its device.
-
-    Attributes
-    ----------
-    slots : Tensor [tokens], int64
-        Slots page by page, on the GPU or on the CPU.
-    page_size : int
-        Tokens of a page.
-    """
+    """Pages of a GPU pool as SGLang's list of their slots, `[tokens]` int64, page by page, on any device."""
 
     slots: torch.Tensor
     page_size: int
@@ -44,24 +42,46 @@ class DevicePages:
         return pages_of(self.slots.cpu(), self.page_size)
 
 
-def page_indices(pages: np.ndarray | DevicePages) -> np.ndarray:
-    """Page indices of either kind of list, `[pages]` int64."""
-    return pages.page_indices() if isinstance(pages, DevicePages) else pages
+#: Page indices, `[pages]` integers, or pages of a GPU pool whose indices need not be read.
+Pages = np.ndarray | DevicePages
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A store or a load: which pages go where. A load is carried out part by part, each part once.
+
+    Attributes
+    ----------
+    host_pages : ndarray [pages], integers
+    device_pages : ndarray [pages], integers, or DevicePages
+        `device_pages[i]` and `host_pages[i]` are the two ends of one copy.
+    to_host : bool
+        Whether this is a store.
+    state : dict
+        What a channel or an engine, which is the key, keeps from one part to the next.
+    """
+
+    host_pages: np.ndarray
+    device_pages: Pages
+    to_host: bool
+    state: dict[Any, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.host_pages)
+
+    def page_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """Source and target as page indices. Waits for the GPU if slots are there."""
+        host, device = self.host_pages, self.device_pages
+        if isinstance(device, DevicePages):
+            device = device.page_indices()
+        return (device, host) if self.to_host else (host, device)
 
 
 def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first_page: int = 0) -> str | None:
-    """Error of a slot list that does not consist of distinct whole pages; None if it does.
+    """Error of a slot list that does not consist of distinct whole pages, slots in order; None if it does.
 
-    Parameters
-    ----------
-    slots : Tensor [tokens], int64 or int32, on the CPU
-        Slots page by page; the slots of a page in ascending order.
-    page_size : int
-        Tokens of a page.
-    num_pages : int
-        Pages of the pool.
-    first_page : int
-        Lowest valid page: 1 for a device pool, whose page 0 takes the writes of padded tokens.
+    `slots` is `[tokens]` int64 or int32, on the CPU. The lowest valid page is 1 for a device pool, whose page
+    0 takes the writes of padded tokens.
     """
     if slots.dim() != 1 or slots.dtype not in (torch.int64, torch.int32):
         return f"slots are {slots.dtype} {tuple(slots.shape)}, expected a list of int64"
@@ -83,3 +103,40 @@ def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first
     if len(np.unique(pages)) != len(pages):
         return "a page is listed twice"
     return None
+
+
+def packed_view(pages: torch.Tensor, group: CanonicalGroup, offset_bytes: int = 0) -> CanonicalKVCaches:
+    """View of pages `[pages, page_bytes]` uint8 with the parts of a group one after the other."""
+    references = []
+    for layer in group.layers:
+        runs = PageRuns(tensor_index=0, offset_bytes=offset_bytes, run_bytes=layer.runs.size_bytes)
+        references.append(replace(layer, runs=runs))
+        offset_bytes += layer.runs.size_bytes
+    ours = replace(group, layers=tuple(references), num_pages=len(pages))
+    return CanonicalKVCaches((pages.view(torch.int8),), (ours,))
+
+
+def host_view(
+    pages: torch.Tensor,
+    group: CanonicalGroup,
+    layers: Sequence[int],
+    page_size: int,
+    rows: RowFormat,
+    content: str | None = None,
+) -> CanonicalKVCaches:
+    """View of page-major host pages `[pages, bytes]` uint8 that corresponds to a group of device pages.
+
+    `layers` are the positions of its layers among those of a host page, and `content` the meaning of the
+    host's bytes, if it differs from the device's.
+    """
+    layer_bytes = page_size * rows.row_bytes
+    references = tuple(
+        replace(
+            layer,
+            runs=PageRuns(tensor_index=0, offset_bytes=place * layer_bytes, run_bytes=layer_bytes),
+            content=layer.content if content is None else content,
+        )
+        for layer, place in zip(group.layers, layers, strict=True)
+    )
+    ours = replace(group, layers=references, num_pages=len(pages))
+    return CanonicalKVCaches((pages.view(torch.int8),), (ours,))

@@ -4,7 +4,7 @@ A program of its own, because Triton must not be in interpreter mode:
 
     python compile_decode.py '[{"layout": "fp4", "heads": 16}]' [DIR]
 
-DIR receives the machine code to read. ``scripts/attention_facts.py`` imports this module for
+DIR receives the machine code to read. ``scripts/figures/attention_facts.py`` imports this module for
 ``docs/attention.md``.
 """
 
@@ -31,26 +31,27 @@ def compile_decode(
     from sgl_kvpool.attention.decode_launch import decode_constants, gluon_constants
     from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel
     from sgl_kvpool.attention.triton_decode import decode_kernel
+    from sgl_kvpool.memory.arrangement import PageStride
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
     tile = tile or tile_config(fmt.layout, heads * queries, kernel)
     tile = TileConfig(*tile) if isinstance(tile, list) else tile
     config = DecodeConfig(tile, -(-heads * queries // tile.query_heads), splits, tile.min_blocks)
-    key = fmt, config, heads, queries, tuple(page) if page else None
+    key = fmt, config, heads, queries, PageStride(*page) if page else None
     if tile.kernel == "gluon":
         fn, source, constants = gluon_decode_kernel, GluonASTSource, dict(gluon_constants(*key))
     else:
         fn, source, constants = decode_kernel, ASTSource, {**decode_constants(*key), "NATIVE": True}
     constants |= {"ROW_STRIDE": fmt.row_bytes}
     # The launcher makes a stride of 1 and None constants.
-    constants |= {"ids_stride": 1, "lse_head_stride": 1}
+    constants |= {"kv_indices_stride": 1, "lse_head_stride": 1}
     if splits == 1:
         constants |= {"partial_ptr": None, "partial_lse_ptr": None}
     if not rope:
         constants |= {"q_rope_ptr": None}
     signature = dict.fromkeys(fn.arg_names, "i32")
-    signature |= dict.fromkeys(["q_ptr", "q_rope_ptr"], "*bf16") | {"pool_ptr": "*u8", "ids_ptr": ids}
-    signature |= {"counts_ptr": "*i32", "list_index_ptr": "*i32", "out_ptr": "*bf16"}
+    signature |= dict.fromkeys(["q_ptr", "q_rope_ptr"], "*bf16") | {"pool_ptr": "*u8", "kv_indices_ptr": ids}
+    signature |= {"kv_lens_ptr": "*i32", "list_index_ptr": "*i32", "out_ptr": "*bf16"}
     signature |= dict.fromkeys(["lse_ptr", "partial_ptr", "partial_lse_ptr"], "*fp32")
     signature |= dict.fromkeys(["score_scale", "value_scale"], "fp32")
     signature |= dict.fromkeys(constants, "constexpr")
@@ -75,12 +76,12 @@ def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
     from sgl_kvpool import MLAKVCacheLayout
     from sgl_kvpool.attention.decode_config import decode_config
     from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
-    from sgl_kvpool.attention.triton_merge import merge_kernel as fn
+    from sgl_kvpool.attention.triton_lists import merge_kernel as fn
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, 64)
     constants = dict(merge_constants(fmt, decode_config(fmt, heads, queries, 8, 100_000), heads, queries))
     constants |= {"NATIVE": True, "lse_head_stride": 1}
-    signature = dict.fromkeys(fn.arg_names, "i32") | {"out_ptr": out, "counts_ptr": "*i64"}
+    signature = dict.fromkeys(fn.arg_names, "i32") | {"out_ptr": out, "kv_lens_ptr": "*i64"}
     signature |= dict.fromkeys(["partial_ptr", "partial_lse_ptr", "lse_ptr"], "*fp32")
     signature |= {"list_index_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
     return compile(

@@ -180,13 +180,14 @@ def every_code(layout):
     pool = torch.zeros(count, fmt.row_bytes, dtype=torch.uint8)
     codes = torch.arange(count)[:, None] + torch.arange(fmt.nope.size_bytes)[None, :]
     codes = (codes % 256).to(torch.uint8)
-    if not layout.startswith("fp4"):
+    latent = oracle.STORED[layout][0]
+    if latent != "e2m1":
         codes = torch.where(codes % 128 == 127, 0, codes)
     pool[:, : fmt.nope.size_bytes] = codes
-    if layout.startswith("fp4"):
+    if latent == "e2m1":
         scales = (torch.arange(count)[:, None] * 7 + torch.arange(fmt.scale.count)[None, :]) % 0xF8
         pool[:, fmt.scale.offset_bytes : fmt.scale.end_bytes] = scales.to(torch.uint8)
-    elif layout == "fp8_block_scale":
+    elif latent == "e4m3 in tiles":
         scales = torch.exp2(torch.arange(count * 4).float() % 40 - 20).view(count, 4)  # exact in bfloat16
         pool[:, fmt.scale.offset_bytes : fmt.scale.end_bytes] = scales.view(torch.uint8)
     values = torch.from_numpy(oracle.decode(pool.numpy(), layout, 512, 0))

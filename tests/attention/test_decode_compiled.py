@@ -12,13 +12,14 @@ import sys
 from dataclasses import astuple
 
 import pytest
+from codec_oracle import PARTS, STORED
 
 pytest.importorskip("triton")
 
 from ptxrun_builds import cache_folder
 
+from scripts.bench.tiles.cases import HEADS, tiles
 from sgl_kvpool.attention.decode_config import TileConfig, table, tile_config
-from sgl_kvpool.commands.bench.tiles.cases import HEADS, tiles
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
@@ -35,7 +36,7 @@ GLUON_OTHERS = [
 #: Tiles outside the table that `bench tiles` compares with it.
 SWEPT = [
     {"layout": layout.value, "heads": tile.query_heads, "tile": list(astuple(tile))}
-    for layout in map(MLAKVCacheLayout, ("fp8", "fp8_block_scale", "fp4"))
+    for layout in {x.latent: x for x in reversed(MLAKVCacheLayout) if x.needs_decoding}.values()
     for tile in dict.fromkeys(tile for heads in HEADS for tile in tiles(layout, heads))
     if tile.kernel == "gluon" and (layout, tile) not in set(table("gluon"))
 ]
@@ -129,30 +130,30 @@ def test_payload_in_16_byte_accesses(compiled, job):
     if job["layout"] == "bf16":
         assert found["copies_16_bytes"] == 2 * rows_per_thread * 1152 // 16
     else:
-        # without scales
-        rows = {"fp8": 576, "fp8_block_scale": 640, "fp4": 384, "fp4_fp8_rope": 320}
-        assert found["loads_16_bytes"] >= 2 * rows_per_thread * rows[job["layout"]] // 16
+        latent, keys = (PARTS[numbers][0] for numbers in STORED[job["layout"]])
+        assert found["loads_16_bytes"] >= 2 * rows_per_thread * (512 * latent + 64 * keys) // 16
     # An A operand in registers would be read by ldmatrix from a second copy, 4 matrices at a time. FP4's
     # block scales are read so, before the loop and in it.
-    assert found["ldmatrix_4"] == (4 if job["layout"] in ("fp4", "fp4_fp8_rope") else 0)
+    assert found["ldmatrix_4"] == (4 if STORED[job["layout"]][0] == "e2m1" else 0)
 
 
 @pytest.mark.parametrize("job", TABLE, ids=lambda job: "-".join(map(str, job.values())))
 def test_two_values_at_a_time(compiled, job):
     """One packed product per pair of decoded values, before the loop and in it; none for `bf16`."""
-    values = {"bf16": 0, "fp8": 576, "fp8_block_scale": 512, "fp4": 512, "fp4_fp8_rope": 576}[job["layout"]]
+    latent, keys = STORED[job["layout"]]
+    values = 512 * (latent != "bf16") + 64 * (keys != "bf16")
     tile = tile_of(job)
     assert compiled[str(job)]["packed_products"] == 2 * tile.block_rows * values // 2 // (32 * tile.warps)
 
 
 @pytest.mark.parametrize("job", GLUON, ids=lambda job: "-".join(map(str, job.values())))
 def test_gluon_copies_rows_and_multiplies_from_registers(compiled, job):
-    """Copies of 16 bytes move every byte of a row, before the loop and in it, but for late parts, which loads
-    of 16 bytes move in the loop; operands of the scores are not loaded from shared memory.
+    """Copies of 16 bytes move every byte of a row, before the loop and in it, but for register parts, which
+    loads of 16 bytes move in the loop; operands of the scores are not loaded from shared memory.
     """
     found, tile = compiled[str(job)], tile_config(MLAKVCacheLayout(job["layout"]), job["heads"], "gluon")
     fmt = MLAKVCacheLayout(job["layout"]).row_format(512, 64)
-    late_bytes = fmt.rope.size_bytes + 64 * (tile.late_parts - 1) if tile.late_parts else 0
+    late_bytes = fmt.rope.size_bytes + 64 * (tile.register_parts - 1) if tile.register_parts else 0
     threads_per_row = 32 * tile.warps / tile.block_rows
     per_thread = -(-(fmt.row_bytes - late_bytes) // 16) / threads_per_row
     # Half of the lanes, or more, are idle where scales are copied.

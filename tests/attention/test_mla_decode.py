@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sgl_kvpool.attention import mla_decode
 from sgl_kvpool.attention.decode_config import tile_config
+from sgl_kvpool.layout import Encoding
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") == "0":
@@ -90,7 +91,7 @@ def test_a_list_of_one_part_is_not_merged(layout):
     check_parts(case, run, 3, tile_config(case.fmt.layout, 3, "triton").block_rows)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", oracle.NARROW)
 def test_every_code_and_every_scale(layout):
     """A list of one row has that row's latent as its result, exactly: up to 6 * 61440 for FP4."""
     fmt, pool, values = every_code(layout)
@@ -110,14 +111,14 @@ def test_k_scale(k_scale):
         check(run(case.but(k_scale=1.0)), case)
 
 
-@pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", oracle.WITH_SCALES)
 def test_another_scale_would_be_noticed(layout):
     """One scale of one row that is off by its smallest step, or by an eighth at most in fp32, is noticed."""
     case = make_case(layout, rank=128, rope=0, counts=((40,),), holes=False)
     used = case.kv_indices[0, 3]
     at = case.fmt.scale.offset_bytes
-    last = at if layout.startswith("fp4") else at + 2
-    case.pool[used, last] += 16 if layout == "fp8_block_scale" else 1
+    is_fp32 = case.fmt.scale.encoding is Encoding.FP32
+    case.pool[used, at + 2 if is_fp32 else at] += 16 if is_fp32 else 1
     with pytest.raises(AssertionError):
         check(run(case), case)
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from codec_oracle import OURS_ALONE
 from topk_table import (
     EXTENDS,
     IMPLEMENTATIONS,
@@ -171,7 +172,7 @@ def refusals(layout):
 _FLAGS = re.compile(r"--dsa-prefill-backend (\w+) --dsa-decode-backend (\w+)")
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale"])
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one not in OURS_ALONE])
 def test_refusals_name_a_pair_that_works_in_every_mode(layout):
     """The named pair also keeps as many of the requested implementations as possible."""
     works = nameable_pairs(layout)
@@ -183,8 +184,8 @@ def test_refusals_name_a_pair_that_works_in_every_mode(layout):
         assert kept[works.index(named[0])] == max(kept), (message, mode)
 
 
-@pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope"])
-def test_refusals_of_fp4_name_the_pair_that_stands_for_ours(layout):
+@pytest.mark.parametrize("layout", OURS_ALONE)
+def test_refusals_of_rows_that_only_ours_reads_name_the_pair_that_stands_for_ours(layout):
     for _, message in refusals(layout):
         assert set(_FLAGS.findall(message)) == {("flashmla_sparse", "flashmla_sparse")}, message
         assert "kvpool_mla" in message.partition("--dsa-decode-backend")[2]

@@ -9,16 +9,35 @@ import numpy as np
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.readers import sglang_dsa_reads
 
-#: layout -> (bytes per nope value, values per scale, bytes per scale, bytes per rope value)
-SHAPES = {
-    "bf16": (2.0, 0, 0, 2),
-    "fp8": (1.0, 0, 0, 1),
-    "fp8_block_scale": (1.0, 128, 4, 2),
-    "fp4": (0.5, 16, 1, 2),
-    "fp4_fp8_rope": (0.5, 16, 1, 1),
+#: The numbers of a part of a row -> (bytes per value, values per scale, bytes per scale). `e4m3 / k_scale`
+#: is e4m3 of values that were divided by the layer's k_scale.
+PARTS = {
+    "bf16": (2.0, 0, 0),
+    "e4m3": (1.0, 0, 0),
+    "e4m3 / k_scale": (1.0, 0, 0),
+    "e4m3 in tiles": (1.0, 128, 4),
+    "e2m1": (0.5, 16, 1),
 }
-LAYOUTS = list(SHAPES)
+#: Layout -> its latent and its rope.
+STORED = {
+    "bf16": ("bf16", "bf16"),
+    "fp8": ("e4m3 / k_scale", "e4m3 / k_scale"),
+    "fp8_block_scale": ("e4m3 in tiles", "bf16"),
+    "fp4": ("e2m1", "bf16"),
+    "fp4_fp8_rope": ("e2m1", "e4m3"),
+}
+LAYOUTS = [layout.value for layout in MLAKVCacheLayout]
+if list(STORED) != LAYOUTS:
+    raise RuntimeError(f"STORED of {__file__} has lines for {list(STORED)}, not for {LAYOUTS}")
+#: Layouts whose rows no torch dtype describes, those narrower than bf16, with scales, and of host tiers.
+PACKED = [name for name in LAYOUTS if MLAKVCacheLayout(name).is_packed]
+NARROW = [name for name in LAYOUTS if MLAKVCacheLayout(name).is_narrow]
+WITH_SCALES = [name for name, (latent, _) in STORED.items() if PARTS[latent][1]]
+HOST_LAYOUTS = [name for name in NARROW if not MLAKVCacheLayout(name).uses_k_scale]
+#: Layouts whose rows no kernel of SGLang's sparse attention reads.
+OURS_ALONE = [name for name in LAYOUTS if not sglang_dsa_reads(MLAKVCacheLayout(name))]
 UE5M3 = (np.arange(0xF8, dtype=np.uint16) << 7).view(np.float16).astype(np.float64)
 BF16_MAX = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
@@ -29,10 +48,29 @@ def row_format(name, rank, rope, align=16):
 
 def cuts(name, rank, rope):
     """First byte of scales, of rope, and of the padding."""
-    nope_bytes, block, scale_bytes, rope_bytes = SHAPES[name]
+    latent, keys = STORED[name]
+    nope_bytes, block, scale_bytes = PARTS[latent]
     a = int(rank * nope_bytes)
     b = a + (rank // block * scale_bytes if block else 0)
-    return a, b, b + rope * rope_bytes
+    return a, b, b + int(rope * PARTS[keys][0])
+
+
+def row_bytes(name, rank=512, rope=64, align=16):
+    return -(-cuts(name, rank, rope)[2] // align) * align
+
+
+#: Bytes of a row of DeepSeek's models; tests/test_layout.py has them as numbers.
+ROW_BYTES = {name: row_bytes(name) for name in LAYOUTS}
+
+
+def narrower(name):
+    """Layouts that a host tier may have for rows of a layout on the device, R = 512 and P = 64."""
+    return [host for host in HOST_LAYOUTS if ROW_BYTES[host] < ROW_BYTES[name]]
+
+
+def by_latent(values):
+    """Values by layout, such as limits of a distance, from values by the numbers of the latent."""
+    return {name: values[latent] for name, (latent, _) in STORED.items()}
 
 
 def bits_of(tensor):
@@ -90,68 +128,74 @@ def fp4_block(x):
     return np.stack(codes)[best, at], np.where(largest > 0, tried[best, at], 0)
 
 
+def encode_part(bits, numbers, k_scale):
+    """bf16 bits [tokens, count] -> bytes of the values and of the scales, uint8 [tokens, ...]."""
+    tokens, count = bits.shape
+    none = np.zeros((tokens, 0), np.uint8)
+    x = finite(floats_of(bits))
+    match numbers:
+        case "bf16":
+            return bits.view(np.uint8), none
+        case "e4m3":
+            return to_e4m3(x), none
+        case "e4m3 / k_scale":
+            with np.errstate(over="ignore"):
+                return to_e4m3(x / np.float32(k_scale)), none
+        case "e4m3 in tiles":
+            tiles = x.reshape(tokens, count // 128, 128)
+            scale = np.abs(tiles).max(-1) / np.float32(448)
+            scale = np.maximum(scale, np.finfo(np.float32).tiny)
+            codes = to_e4m3(tiles / scale[..., None]).reshape(tokens, -1)
+            return codes, np.ascontiguousarray(scale.astype("<f4")).view(np.uint8)
+        case "e2m1":
+            codes, scale = fp4_block(x.reshape(-1, 16))
+            codes = codes.reshape(tokens, count)
+            return codes[:, 0::2] + 16 * codes[:, 1::2], scale.reshape(tokens, -1)
+    raise KeyError(f"the oracle does not know the numbers {numbers!r}")
+
+
 def encode(k_nope, k_rope, name, rank, rope, row_bytes, k_scale=1.0):
     """bf16 tensors -> uint8 numpy [tokens, row_bytes]."""
-    tokens = len(k_nope)
+    latent, keys = STORED[name]
     a, b, end = cuts(name, rank, rope)
-    rows = np.zeros((tokens, row_bytes), np.uint8)
-    bits = bits_of(k_nope)
-    x = finite(floats_of(bits))
-    if name == "bf16":
-        rows[:, :a] = bits.view(np.uint8)
-    elif name == "fp8":
-        with np.errstate(over="ignore"):
-            rows[:, :a] = to_e4m3(x / np.float32(k_scale))
-    elif name == "fp8_block_scale":
-        tiles = x.reshape(tokens, rank // 128, 128)
-        scale = np.abs(tiles).max(-1) / np.float32(448)
-        scale = np.maximum(scale, np.finfo(np.float32).tiny)
-        rows[:, :a] = to_e4m3(tiles / scale[..., None]).reshape(tokens, -1)
-        rows[:, a:b] = np.ascontiguousarray(scale.astype("<f4")).view(np.uint8)
-    else:
-        codes, scale = fp4_block(x.reshape(-1, 16))
-        codes = codes.reshape(tokens, rank)
-        rows[:, :a] = codes[:, 0::2] + 16 * codes[:, 1::2]
-        rows[:, a:b] = scale.reshape(tokens, -1)
+    rows = np.zeros((len(k_nope), row_bytes), np.uint8)
+    rows[:, :a], rows[:, a:b] = encode_part(bits_of(k_nope), latent, k_scale)
     if rope:
-        bits = bits_of(k_rope)
-        if name in ("fp8", "fp4_fp8_rope"):
-            divisor = np.float32(k_scale if name == "fp8" else 1)
-            with np.errstate(over="ignore"):
-                rows[:, b:end] = to_e4m3(finite(floats_of(bits)) / divisor)
-        else:
-            rows[:, b:end] = bits.view(np.uint8)
+        rows[:, b:end], _ = encode_part(bits_of(k_rope), keys, k_scale)
     return rows
+
+
+def decode_part(values, scales, numbers, k_scale):
+    """Bytes of values and scales, uint8 [tokens, ...] -> float32 [tokens, count]."""
+    tokens, values, scales = len(values), np.ascontiguousarray(values), np.ascontiguousarray(scales)
+    with np.errstate(all="ignore"):
+        match numbers:
+            case "bf16":
+                return floats_of(values.view("<u2"))
+            case "e4m3":
+                return values.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            case "e4m3 / k_scale":
+                return values.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(k_scale)
+            case "e4m3 in tiles":
+                codes = values.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+                tiles = codes.reshape(tokens, -1, 128) * scales.view("<f4")[..., None]
+                return tiles.reshape(tokens, -1)
+            case "e2m1":
+                codes = np.stack([values & 15, values >> 4], -1).reshape(tokens, -1, 16)
+                scale = (scales.astype(np.uint16) << 7).view(np.float16).astype(np.float32)
+                blocks = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale[..., None]
+                return blocks.reshape(tokens, -1)
+    raise KeyError(f"the oracle does not know the numbers {numbers!r}")
 
 
 def decode(rows, name, rank, rope, k_scale=1.0):
     """uint8 numpy [tokens, >= payload] -> float32 [tokens, rank + rope], before any cast."""
+    latent, keys = STORED[name]
     a, b, end = cuts(name, rank, rope)
-    tokens = len(rows)
-    part = np.ascontiguousarray
-    with np.errstate(all="ignore"):
-        if name == "bf16":
-            nope = floats_of(part(rows[:, :a]).view("<u2"))
-        elif name == "fp8":
-            nope = part(rows[:, :a]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            nope = nope * np.float32(k_scale)
-        elif name == "fp8_block_scale":
-            scale = part(rows[:, a:b]).view("<f4")
-            nope = part(rows[:, :a]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            nope = (nope.reshape(tokens, -1, 128) * scale[..., None]).reshape(tokens, -1)
-        else:
-            codes = np.stack([rows[:, :a] & 15, rows[:, :a] >> 4], -1).reshape(tokens, -1, 16)
-            scale = (rows[:, a:b].astype(np.uint16) << 7).view(np.float16).astype(np.float32)
-            nope = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale[..., None]
-            nope = nope.reshape(tokens, -1)
-        if not rope:
-            return nope
-        if name in ("fp8", "fp4_fp8_rope"):
-            keys = part(rows[:, b:end]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            keys = keys * np.float32(k_scale if name == "fp8" else 1)
-        else:
-            keys = floats_of(part(rows[:, b:end]).view("<u2"))
-    return np.concatenate([nope, keys], -1)
+    nope = decode_part(rows[:, :a], rows[:, a:b], latent, k_scale)
+    if not rope:
+        return nope
+    return np.concatenate([nope, decode_part(rows[:, b:end], rows[:, b:b], keys, k_scale)], -1)
 
 
 def cast(values, dtype):

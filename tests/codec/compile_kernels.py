@@ -15,12 +15,13 @@ import sys
 import tempfile
 
 
-def run_tool(name, *arguments):
+def run_tool(name, *arguments, cwd=None):
     """Output of one of the binary utilities that come with Triton."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
-    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+    command = [tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
 def compile_kernel(layout, which, rank, rope, dtype="bf16", slots="*i64", aligned=True):
@@ -67,12 +68,14 @@ def compile_kernel(layout, which, rank, rope, dtype="bf16", slots="*i64", aligne
     )
 
 
-def machine_code(compiled):
-    """(SASS, resource usage) of a compiled kernel."""
+def machine_code(compiled, *options):
+    """(SASS by nvdisasm with these options, resource usage) of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        return run_tool("nvdisasm", "-c", cubin.name), run_tool("cuobjdump", "-res-usage", cubin.name)
+        return run_tool("nvdisasm", "-c", *options, cubin.name), run_tool(
+            "cuobjdump", "-res-usage", cubin.name
+        )
 
 
 def facts(compiled, sass, usage):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from codec_oracle import LAYOUTS
+from codec_oracle import LAYOUTS, STORED
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
@@ -50,7 +50,8 @@ def test_no_spills_and_exact_arithmetic(compiled, job):
     assert found["fma"] == found["flush_to_zero"] == found["approximate"] == 0
     encodes = job["which"] == "store" and job["layout"] != "bf16"
     assert (found["exact_divisions"] > 0) == encodes
-    assert (found["to_e4m3"] > 0) == (encodes and "fp8" in job["layout"])
+    to_e4m3 = any(numbers.startswith("e4m3") for numbers in STORED[job["layout"]])
+    assert (found["to_e4m3"] > 0) == (encodes and to_e4m3)
     bf16_out = job["which"] == "gather" and job.get("dtype", "bf16") == "bf16"
     assert (found["to_bf16"] > 0) == (bf16_out and job["layout"] != "bf16")
 
@@ -60,7 +61,7 @@ def test_wide_accesses(compiled, job):
     found = compiled[str(job)]
     assert found["loads_16_bytes"] > 0
     # A thread stores the codes of the values of one load; 16 bytes of bf16 become 8 bytes of e4m3.
-    to_e4m3 = job["which"] == "store" and job["layout"].startswith("fp8")
+    to_e4m3 = job["which"] == "store" and STORED[job["layout"]][0].startswith("e4m3")
     assert found["stores_8_bytes" if to_e4m3 else "stores_16_bytes"] > 0
     if job["which"] == "gather":
         assert found["stores_16_bytes"] == found["stores"]

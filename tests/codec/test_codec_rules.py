@@ -4,6 +4,8 @@ import pytest
 import torch
 from codec_oracle import (
     LAYOUTS,
+    NARROW,
+    STORED,
     UE5M3,
     assert_same_bytes,
     encode,
@@ -154,7 +156,7 @@ def test_zeros_decode_to_zeros(name):
     x[2, 17::2] = -0.0
     rows = encode_rows(x[:, :256], x[:, 256:], fmt)
     assert not decode_rows(rows, fmt).any()
-    if name in ("fp4", "fp4_fp8_rope"):
+    if STORED[name][0] == "e2m1":
         assert not fp4_parts(rows, fmt)[1].any()
 
 
@@ -169,7 +171,7 @@ def test_block_scale_floor():
     assert (decode_rows(rows, fmt, torch.float32) - x.float()).abs().max() <= step / 2
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("name", NARROW)
 def test_nan_is_zero_and_infinity_the_largest_value(name):
     fmt = row_format(name, 128, 0)
     x = torch.randn(5, 128).bfloat16()
@@ -189,8 +191,8 @@ def test_check_finite_raises_for_encoded_segments_only(name, monkeypatch):
     good = torch.ones(3, 192)
     encode_rows(good[:, :128], good[:, 128:], fmt)
     for column, part, encoded in (
-        (7, "k_nope", name != "bf16"),
-        (130, "k_rope", name in ("fp8", "fp4_fp8_rope")),
+        (7, "k_nope", STORED[name][0] != "bf16"),
+        (130, "k_rope", STORED[name][1] != "bf16"),
     ):
         bad = good.clone()
         bad[1, column] = float("nan")

@@ -135,7 +135,7 @@ def test_a_failure_is_counted_once(monkeypatch, failures):
     compiled.module.cache_clear()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("tvm_ffi.cpp.load", fails)
+            patch.setattr("sgl_kvpool.compiler.Module.load", fails)
             fmt = row_format("fp8", 128, 0)
             for _ in range(2):
                 encode_rows(torch.ones(1, 128), None, fmt)

@@ -89,14 +89,14 @@ def test_lines_of_the_host_tier(results):
     line = (
         "960 of 1000 tokens of an evicted prompt came back from host memory; the next 32 are as after a hit"
     )
-    assert f"host tier, every layout: {line}" in report.table(same, "byte")
+    assert f"host tier, every layout: {line}" in report.answers(same)
     mixed = [dataclasses.replace(results[0], host_hit=good), dataclasses.replace(results[1], host_hit=bad)]
-    text = report.table(mixed, "byte")
+    text = report.answers(mixed)
     assert f"host tier, bf16: {line}" in text
     assert "host tier, fp4: 960" in text
     assert "are NOT as after a hit on the device" in text
-    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.table(results, "byte")
-    assert f"host tier: {line}" in report.table(same[1:], "byte")  # a single layout is not "every"
+    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.answers(results)
+    assert f"host tier: {line}" in report.answers(same[1:])  # a single layout is not "every"
 
 
 def test_a_host_tier_where_there_is_room(monkeypatch):
@@ -149,8 +149,7 @@ def test_table(results):
     lines = report.table(results, "byte").splitlines()
     assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-"]
     assert lines[3].split() == ["fp4", "416", "45371", "3.0120", "+0.40", "%", "(0.12)", "98.77", "%"]
-    assert lines[5].startswith("host tier, every layout: ")
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert len({len(line) for line in lines[:4]}) == 1
 
 

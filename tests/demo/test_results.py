@@ -1,5 +1,6 @@
-"""Where the demo writes its results, and its message when it cannot. `_serve` starts no server here."""
+"""Where the demo writes its results, and its message when it cannot. No server starts here."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -16,7 +17,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 
 BYTES = choose("bytes", print)
 FP4, FP8 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
-LOGS = [f"server-{layout}.log" for layout in MLAKVCacheLayout]
+LOGS = [f"{name}-{layout}.log" for layout in MLAKVCacheLayout for name in ("server", "answers")]
 
 
 @pytest.fixture
@@ -37,14 +38,36 @@ def served(monkeypatch):
         greedy=[Greedy([9, 8], 0.5)],
     )
 
-    def serve(model, layout, windows, servers, log):
-        log.write_text("new")
+    def score(server, model, layout, windows, servers, start_seconds):
         if layout in failing:
             raise failing[layout]
-        return dataclasses.replace(result, layout=layout.value), scores
+        return (dataclasses.replace(result, layout=layout.value), scores), "scored"
 
-    monkeypatch.setattr(compare, "_serve", serve)
+    monkeypatch.setattr(compare, "Forks", Nothing)
+    monkeypatch.setattr(compare, "layout_server", lambda model, layout, port, log, *tokens: NoServer(log))
+    monkeypatch.setattr(compare, "_score", score)
+    monkeypatch.setattr(compare, "_show", lambda server, model: ({"answer": "an answer"}, "asked"))
     return failing
+
+
+class Nothing(contextlib.nullcontext):
+    """Imports nothing."""
+
+    def __enter__(self):
+        return self
+
+    def start(self, command, environment, output):
+        return self
+
+    def wait(self):
+        return 0
+
+
+class NoServer(contextlib.nullcontext):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+        log.write_text("new")
 
 
 def earlier(folder):
@@ -57,6 +80,7 @@ def test_a_run_takes_an_earlier_ones_place(tmp_path, served, capsys):
     earlier(tmp_path)
     assert compare.compare(BYTES, [FP4], tmp_path) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "answers-fp4.log",
         "demo.json",
         "demo.png",
         "notes.txt",
@@ -68,8 +92,32 @@ def test_a_run_takes_an_earlier_ones_place(tmp_path, served, capsys):
     assert f"all numbers: {tmp_path / 'demo.json'}\n" in capsys.readouterr().out
 
 
+def test_servers_start_anew_where_none_can_be_forked(tmp_path, served, capsys, monkeypatch):
+    class Ended(Nothing):
+        def start(self, *_):
+            raise RuntimeError("the process that imports sglang.launch_server has ended:\nno threads")
+
+    monkeypatch.setattr(compare, "Forks", Ended)
+    assert compare.compare(BYTES, [FP4], tmp_path) == 0
+    assert "no threads\nEvery server imports it by itself" in capsys.readouterr().out
+
+
 def kept(folder):
     return all((folder / name).read_text() == "old" for name in ("demo.json", "demo.png", *LOGS))
+
+
+def test_a_failure_after_the_table_keeps_it(tmp_path, served, capsys, monkeypatch):
+    def show(server, model):
+        raise ServerFailed("the server ended with signal 9")
+
+    earlier(tmp_path)
+    monkeypatch.setattr(compare, "_show", show)
+    assert compare.compare(BYTES, [FP4], tmp_path) == 1
+    assert kept(tmp_path)
+    log = tmp_path / "unfinished" / "answers-fp4.log"
+    assert f"failed: the server ended with signal 9\nthe server's log: {log}\n" in capsys.readouterr().out
+    assert log.exists()
+    assert len(json.loads((tmp_path / "unfinished" / "demo.json").read_text())["results"]) == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ServerFailed("the server ended with signal 9")])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.demo import loopback
+from sgl_kvpool.demo import local_server
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
 
 #: Stands in for SGLang's launcher from its first listening socket on: it runs uvicorn and then never ends.
@@ -35,14 +35,14 @@ def test_a_port_in_use_is_not_given(monkeypatch):
     with socket.socket() as held:
         taken = free_port()
         held.bind(("127.0.0.1", taken))
-        monkeypatch.setattr(loopback, "_handed_out", set())
-        monkeypatch.setattr(loopback, "_SERVER_PORTS", range(taken, taken + 1))
+        monkeypatch.setattr(local_server, "_handed_out", set())
+        monkeypatch.setattr(local_server, "_SERVER_PORTS", range(taken, taken + 1))
         with pytest.raises(OSError, match=f"{taken}"):
             free_port()
 
 
 def test_without_room_below_the_ephemeral_ports_the_kernel_chooses(monkeypatch):
-    monkeypatch.setattr(loopback, "_first_ephemeral_port", lambda: 1024)
+    monkeypatch.setattr(local_server, "_first_ephemeral_port", lambda: 1024)
     port = free_port()
     assert port >= 1024
     with socket.socket() as ours:

@@ -11,6 +11,7 @@ import torch
 
 from sgl_kvpool.demo.checkpoint import read_config, read_model
 from sgl_kvpool.demo.shipped import geometry, held_out_windows, model_path
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_held_out_windows_are_what_they_claim(facts):
 def test_goldens_are_decided_by_more_than_rounding():
     """tests/engine/test_demo.py leaves out answers with smaller margins."""
     goldens = json.loads((Path(__file__).parents[1] / "engine" / "goldens.json").read_text())
-    assert list(goldens["greedy"]) == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+    assert list(goldens["greedy"]) == [layout.value for layout in MLAKVCacheLayout]
     for layout, answers in goldens["greedy"].items():
         assert len(answers) == len(goldens["prompts"]) == 5
         assert min(answer["smallest_margin"] for answer in answers) > 0.1, layout

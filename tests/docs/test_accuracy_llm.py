@@ -1,4 +1,4 @@
-"""The forms of rows that scripts/accuracy_llm.py measures; a run that was cut off continues."""
+"""The forms of rows that scripts/accuracy/llm.py measures; a run that was cut off continues."""
 
 import json
 import sys
@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-import accuracy_llm
-
+from scripts.accuracy import llm as accuracy_llm
 from sgl_kvpool.codec import scalars
 from sgl_kvpool.demo import smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -114,6 +113,14 @@ def test_keys_before_rope_are_turned_back():
     assert distance.mean() < 0.02
     lost = rows.score(accuracy_llm.Case("", lambda values: 0 * values.float()), window)
     assert lost["log_probabilities"].mean() < plain["log_probabilities"].mean() - 1
+
+
+def test_a_pattern_that_matches_no_case_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accuracy_llm.py", "--cases", "fp5"])
+    with pytest.raises(SystemExit) as ended:
+        accuracy_llm.main()
+    assert ended.value.code == 2
+    assert "--cases fp5: no case matches; there are `bf16`, " in capsys.readouterr().err
 
 
 @needs_smollm2

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import accuracy_table
 import numpy as np
 import pytest
 import torch
+
+from scripts.accuracy import tables as accuracy_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_is_what_the_script_computes():
     pytest.importorskip("sglang")
     page = accuracy_table.PAGE.read_text()
-    assert accuracy_table.updated(page) == page, "run scripts/accuracy_table.py --write"
+    assert accuracy_table.updated(page) == page, "run python -m scripts.accuracy.tables --write"
 
 
 def test_latents_are_the_same_every_time_and_what_they_are_called():
@@ -35,12 +36,12 @@ def test_latents_are_the_same_every_time_and_what_they_are_called():
 
 def test_errors_are_those_of_an_independent_decoder():
     """The oracle of the codec's tests, on some rows of each distribution."""
-    from codec_oracle import decode, encode
+    from codec_oracle import LAYOUTS, decode, encode, row_bytes
 
-    for layout, row_bytes in (("bf16", 1024), ("fp8", 512), ("fp8_block_scale", 528), ("fp4", 288)):
+    for layout in (one for one in LAYOUTS if f"`{one}`" in accuracy_table.FORMS):
         for name in accuracy_table.DISTRIBUTIONS:
             values = accuracy_table.latents(name, 8)
-            expected = decode(encode(values, None, layout, 512, 0, row_bytes), layout, 512, 0)
+            expected = decode(encode(values, None, layout, 512, 0, row_bytes(layout, rope=0)), layout, 512, 0)
             found = accuracy_table.FORMS[f"`{layout}`"](values)
             assert np.array_equal(found.numpy(), expected), (layout, name)
 

@@ -1,4 +1,4 @@
-"""scripts/accuracy_rope.py attends the rows it stores, and its 4-bit rope is the codec's and SGLang's."""
+"""scripts/accuracy/rope.py attends the rows it stores, and its 4-bit rope is the codec's and SGLang's."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-import accuracy_rope
-
+from scripts.accuracy import rope as accuracy_rope
 from sgl_kvpool.demo.checkpoint import read_model
 from sgl_kvpool.demo.shipped import held_out_windows, model_path
 

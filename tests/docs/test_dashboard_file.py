@@ -105,7 +105,7 @@ def test_every_metric_of_ours_is_in_a_panel(counting):
         for family in REGISTRY.collect()
         if family.name.startswith("sgl_kvpool_")
     }
-    assert len(ours) == 5
+    assert len(ours) == 6
     used = {s.metric for panel in PANELS for expr, _ in dashboard.targets(panel) for s in selectors(expr)}
     assert ours == {metric for metric in used if metric.startswith("sgl_kvpool_")}
 

@@ -1,23 +1,21 @@
 """README.md: its length, and the numbers of its table of layouts against the plan, the rows and the demo."""
 
 import json
-import os
-import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fences import blocks
 
+from sgl_kvpool.cli import main
+from sgl_kvpool.commands.plan import command
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-#: First cell of the line without the plugin.
-STOCK = "SGLang alone"
+#: First cells of the lines without the plugin, and the arguments of the second one.
+STOCK, STOCK_FP8 = "SGLang, bf16", "SGLang, fp8 with flashmla"
+FP8 = ["--tp-size", "8", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "flashmla"]
 
 
 def lines_of(section):
@@ -32,11 +30,11 @@ LAYOUTS = lines_of("Which layout")
 
 
 def test_readme_is_short():
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 800
 
 
 def test_every_layout_has_its_row_and_its_perplexity():
-    assert sorted(LAYOUTS) == sorted([STOCK, *(layout.value for layout in MLAKVCacheLayout)])
+    assert sorted(LAYOUTS) == sorted([STOCK, STOCK_FP8, *(layout.value for layout in MLAKVCacheLayout)])
     for layout in MLAKVCacheLayout:
         assert int(LAYOUTS[layout.value][0]) == layout.row_format(512, 64).row_bytes
     file = ROOT / "docs" / "benchmarks" / "demo_smollm2_cpu.json"
@@ -54,25 +52,28 @@ def test_perplexities_of_fp4_and_of_sglangs_fp4_are_the_measured_ones():
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_plan():
-    """The command of the page, and what it says of each layout."""
-    (line,) = (text for _, text in blocks(README) if text.startswith("sgl-kvpool plan "))
-    program = Path(sys.executable).with_name("sgl-kvpool")
-    command = [program, *shlex.split(line)[1:], "--json"]
-    # As from a shell: other tests set TRITON_INTERPRET, and the interpreted kernel has a workspace of another
-    # size.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    planned = {server["layout"] or STOCK: server for server in json.loads(done.stdout)["servers"]}
-    assert planned.keys() == LAYOUTS.keys()
-    for name, (_, tokens, requests, *_) in LAYOUTS.items():
-        assert (int(tokens), int(requests)) == (planned[name]["tokens"], planned[name]["requests"]), name
+def test_tokens_are_those_of_the_plan(monkeypatch, capsys):
+    """The command of the page, which here also plans a server without the plugin that stores fp8."""
+    monkeypatch.chdir(ROOT)
+    # As from a shell: the interpreted kernel has a workspace of another size.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ask, fp8 = command.ask, {}
 
+    def ask_one_more(machine, servers):
+        *answers, last = ask(machine, [*servers, {**servers[0], "arguments": FP8}])
+        fp8.update(last)
+        return answers
 
-def test_every_argument_is_listed_with_its_values():
-    listed = lines_of("Arguments")
-    assert list(listed) == [option.flag for option in OPTIONS]
-    for option in OPTIONS[1:]:
-        values = re.findall(r"`(\w+)`", listed[option.flag][0])
-        assert sorted(values) == sorted({option.default, *option.values})
+    monkeypatch.setattr(command, "ask", ask_one_more)
+    (words,) = (
+        shlex.split(line)[1:]
+        for _, text in blocks(README)
+        for line in text.splitlines()
+        if line.startswith("sgl-kvpool plan ")
+    )
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    planned = {each["layout"] or STOCK: (each["tokens"], each["requests"]) for each in plan["servers"]}
+    planned[STOCK_FP8] = fp8["tokens"], fp8["tokens"] // plan["context_tokens"]
+    shown = {name: tuple(map(int, cells[1:3])) for name, cells in LAYOUTS.items()}
+    assert shown == planned

@@ -1,31 +1,29 @@
-"""docs/rows.svg is what its script draws, and what it draws are the bytes of the rows."""
+"""docs/rows.svg and tokens.svg are what their script draws: bytes of rows, bars to scale, readable texts."""
 
+import itertools
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
-import draw_rows
 import pytest
+from codec_oracle import LAYOUTS, cuts
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.figures import draw_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
-#: First bytes of latent, scales and rope, then the bytes of the row, as in docs/rows.md.
-OFFSETS = {
-    "bf16": [0, 1024, 1152],
-    "fp8": [0, 512, 576],
-    "fp8_block_scale": [0, 512, 528, 656],
-    "fp4": [0, 256, 288, 416],
-    "fp4_fp8_rope": [0, 256, 288, 352],
-}
+#: First bytes of latent, scales and rope, then the bytes of the row.
+OFFSETS = {name: sorted({0, *cuts(name, 512, 64)}) for name in LAYOUTS}
 
 
-def test_the_picture_is_what_the_script_draws():
-    assert draw_rows.PICTURE.read_text() == draw_rows.picture(), "run scripts/draw_rows.py --write"
+PICTURES = pytest.mark.parametrize("path", draw_rows.PICTURES, ids=lambda path: path.stem)
+
+
+@PICTURES
+def test_the_picture_is_what_the_script_draws(path):
+    assert path.read_text() == draw_rows.PICTURES[path](), "run python -m scripts.figures.draw_rows --write"
 
 
 @pytest.mark.parametrize("number", range(len(OFFSETS)))
 def test_bars_are_to_scale_and_numbered(number):
-    drawing = ET.fromstring(draw_rows.PICTURE.read_text())
+    drawing = ET.fromstring(draw_rows.rows_picture())
     bars = [rect for rect in drawing.iter(f"{SVG}rect") if rect.get("fill") != "#ffffff"]
     tops = sorted({float(bar.get("y")) for bar in bars})
     assert len(tops) == len(OFFSETS)
@@ -49,13 +47,34 @@ def test_bars_are_to_scale_and_numbered(number):
         assert (shown[str(offset)] - left) / scale == pytest.approx(offset, abs=0.5)
 
 
-def test_texts_are_inside_the_picture():
-    drawing = ET.fromstring(draw_rows.PICTURE.read_text())
-    width, height = float(drawing.get("width")), float(drawing.get("height"))
-    letter = 8.5  # wider than a letter of the largest text
-    for text in drawing.iter(f"{SVG}text"):
-        x, y, extent = float(text.get("x")), float(text.get("y")), letter * len(text.text)
-        begin = {"start": x, "middle": x - extent / 2, "end": x - extent}[text.get("text-anchor")]
-        assert begin >= 0, text.text
-        assert 10 < y < height
-        assert x <= width
+def box(text):
+    """Left, top, right and bottom of a text, a little larger than any font draws it."""
+    size = {"name": 15, "inside": 14}.get(text.get("class"), 12)
+    x, y, extent = float(text.get("x")), float(text.get("y")), 0.56 * size * len(text.text)
+    begin = {"start": x, "middle": x - extent / 2, "end": x - extent}[text.get("text-anchor")]
+    return begin, y - 0.8 * size, begin + extent, y + 0.25 * size
+
+
+@PICTURES
+def test_texts_are_inside_the_picture_and_apart(path):
+    drawing = ET.fromstring(draw_rows.PICTURES[path]())
+    boxes = {text: box(text) for text in drawing.iter(f"{SVG}text")}
+    for text, (left, top, right, bottom) in boxes.items():
+        assert left >= 0, text.text
+        assert top >= 0, text.text
+        assert right <= float(drawing.get("width")), text.text
+        assert bottom <= float(drawing.get("height")), text.text
+    overlapping = [
+        (one.text, other.text)
+        for (one, a), (other, b) in itertools.combinations(boxes.items(), 2)
+        if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+    ]
+    assert overlapping == []
+
+
+def test_bars_of_tokens_are_to_scale():
+    drawing = ET.fromstring(draw_rows.tokens_picture())
+    _, *bars = (float(bar.get("width")) for bar in drawing.iter(f"{SVG}rect"))
+    shown = [text.text for text in drawing.iter(f"{SVG}text")]
+    tokens = [int(text.split()[0].replace(",", "")) for text in shown if text.endswith(" x)")]
+    assert [width / bars[0] for width in bars] == pytest.approx([n / tokens[0] for n in tokens], rel=1e-3)

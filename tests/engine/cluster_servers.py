@@ -18,10 +18,16 @@ from peer_servers import decode_server, prefill_server
 from tiny_model import PROMPTS as SHORT_PROMPTS
 
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
-from sgl_kvpool.demo.cluster.servers import ask, metric_sum, until
-from sgl_kvpool.demo.local_server import running
-from sgl_kvpool.demo.loopback import free_port
+from sgl_kvpool.demo.cluster.servers import (
+    ask,
+    decode_arguments,
+    metric_sum,
+    peer_environment,
+    prefill_arguments,
+    router,
+    until,
+)
+from sgl_kvpool.demo.local_server import free_port, running
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
 #: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.

@@ -1,8 +1,8 @@
 """Real SGLang servers on this machine, each started once and put through the same requests.
 
-A server start takes about 30 s, so tests do not hold servers: `record("fp4")` returns what the server of
-that configuration answered. Jobs that the selected tests name run two at a time, in the background, from the
-first of these tests on.
+Tests do not hold servers: `record("fp4")` returns what the server of that configuration answered. Jobs that
+the selected tests name run two at a time, in the background, from the first of these tests on. Most servers
+are forked from a process that has imported SGLang: a start takes 5 s of CPU time instead of 50 s.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import cluster_servers
@@ -28,10 +28,13 @@ import regression_run
 import smollm2_server
 import soak_runs
 import store_servers
+import weight_servers
 from tiny_model import NEW_TOKENS, PROMPTS
 
-from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
-from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
+from sgl_kvpool.demo.forks import Forks
+from sgl_kvpool.demo.mooncake_libraries import library_path
+from sgl_kvpool.demo.server import Server, cpu_arguments, free_port, serve_command
+from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 
 HERE = Path(__file__).resolve().parent
 
@@ -53,7 +56,8 @@ CONFIGURATIONS = {
     "disabled": ([], {"SGLANG_PLUGINS": "nothing", **WATCHED}),
     "stock": ([], WATCHED),
     "foreign": ([], {**WATCHED, "PYTHONPATH": "{tmp}/foreign" + os.pathsep + str(HERE)}),
-    "bf16": ([LAYOUT, "bf16"], {}),
+    # HTTP is served by processes in which SGLang loads no plugins.
+    "bf16": ([LAYOUT, "bf16", "--tokenizer-worker-num", "2"], {}),
     "fp4": ([LAYOUT, "fp4"], READS_ROWS),
     # Our pool, read by a stock backend.
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
@@ -86,10 +90,12 @@ CONFIGURATIONS = {
 }
 #: Configurations with a host tier and a store.
 WITH_HOST_TIER = [*host_tier.FIRST.values(), *host_tier.AGAIN.values()]
-#: Started by `sglang serve` instead of `python -m sglang.launch_server`.
-SERVED = {
-    host_tier.FIRST["fp8_block_scale"]: (str(Path(sys.executable).parent / "sglang"), "serve"),
+#: Started by `python -m sglang.launch_server`, as Dockerfiles and scripts of users still do.
+LAUNCHED = {
+    host_tier.FIRST["fp8_block_scale"]: (sys.executable, "-m", "sglang.launch_server"),
 }
+#: Servers that start as a user's does, with imports of their own.
+FRESH = ("stock", *LAUNCHED)
 ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
 
 
@@ -134,12 +140,15 @@ def serve(name, model_path, folder):
             host_tier.damage(store, layout)
     in_store = {layout: len(host_tier.stored(store, layout)) for layout in host_tier.LAYOUTS if store}
     log = folder / "server.log"
-    with Server(
+    server = Server(
         [*cpu_arguments(model_path, free_port()), *arguments],
         log,
         {**clean_environment(), **environment},
-        **({"program": SERVED[name]} if name in SERVED else {}),
-    ) as server:
+        program=LAUNCHED.get(name),
+    )
+    if name in FRESH:
+        server.forks = None
+    with server:
         answers = {
             "in_store": in_store,
             "info": server.info(),
@@ -160,6 +169,8 @@ def serve(name, model_path, folder):
         )
         if store or name == host_tier.LOSSY:
             answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
+        if name == host_tier.PAUSED:
+            answers["paused"] = host_tier.pause_and_flush(server, GREEDY)
         if store:
             host_tier.wait_for_store(store)
             answers["stored"] = len(host_tier.stored(store, layout))
@@ -193,7 +204,7 @@ def refused(model_path, folder):
     arguments = [*cpu_arguments(model_path, free_port()), LAYOUT, "fp4"]
     arguments += ["--enable-hierarchical-cache", "--hicache-size", str(10**6)]
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", *arguments],
+        [*serve_command(), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -224,7 +235,7 @@ def demo(model_path, folder):
 
 
 #: The demo with its small model and one layout.
-BYTES_DEMO = (sys.executable, "-m", "sgl_kvpool.cli", "demo", "--model", "bytes", "--layouts", "fp4")
+BYTES_DEMO = (sys.executable, "-m", "sgl_kvpool", "demo", "--model", "bytes", "--layouts", "fp4")
 
 
 def killed(model_path, folder):
@@ -238,9 +249,10 @@ def killed(model_path, folder):
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     while "scoring" not in printed.read_text() and process.poll() is None:
         time.sleep(0.2)
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.name().startswith("sglang::sche"):  # Linux keeps 15 characters
-            child.kill()
+    # Forked processes keep the name of the importing one; the scheduler has most memory of its own.
+    family = psutil.Process(process.pid).children(recursive=True)
+    servers = [child for child in family if child.ppid() != process.pid]
+    max(servers, key=lambda child: child.memory_full_info().uss).kill()
     return {"status": process.wait(timeout=300), "printed": printed.read_text()}
 
 
@@ -309,6 +321,7 @@ JOBS = {
     **ranked_pressure.JOBS,
     **soak_runs.JOBS,
     **store_servers.JOBS,
+    **weight_servers.JOBS,
 }
 
 
@@ -320,6 +333,7 @@ OWN_MODELS = {
     *peer_servers.JOBS,
     *soak_runs.JOBS,
     *store_servers.JOBS,
+    *weight_servers.JOBS,
 }
 
 
@@ -345,7 +359,7 @@ def wait_for_memory(schedulers, limit_s=600):
     After the limit the job starts all the same: not every server has a host tier.
     """
     end = time.monotonic() + limit_s
-    wanted_bytes = KEPT_FREE_BYTES + min(schedulers, 2) * SCHEDULER_BYTES
+    wanted_bytes = RESERVED_BYTES + min(schedulers, 2) * SCHEDULER_BYTES
     while psutil.virtual_memory().available < wanted_bytes and time.monotonic() < end:
         time.sleep(1)
 
@@ -376,7 +390,11 @@ def record(request, tmp_path_factory):
     model_path = request.getfixturevalue("model_path") if trained else None
     root = tmp_path_factory.mktemp("servers")
     room = Room(SCHEDULERS_AT_ONCE)
-    with ThreadPoolExecutor(2) as pool:
+    importing = {k: v for k, v in {**os.environ, **clean_environment()}.items() if v}
+    importing.pop("TRITON_INTERPRET", None)
+    with suppress(ValueError):  # without Mooncake's libraries, its tests are skipped
+        importing["LD_LIBRARY_PATH"] = library_path()
+    with Forks(environment=importing) as Server.forks, ThreadPoolExecutor(2) as pool:
         futures = {}
 
         def run(name):
@@ -394,3 +412,4 @@ def record(request, tmp_path_factory):
         yield lambda name: futures[name].result()
         for future in futures.values():
             future.cancel()
+    Server.forks = None

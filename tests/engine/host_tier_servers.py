@@ -9,18 +9,17 @@ import os
 import time
 from itertools import pairwise
 from pathlib import Path
+from urllib.error import HTTPError
+
+from codec_oracle import LAYOUTS
 
 PAGE_SIZE, DEVICE_TOKENS, HOST_TOKENS = 16, 1024, 8192
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 #: Layouts that share a folder, in the order of their servers.
-SHARED = [("bf16", "fp8"), ("fp8_block_scale", "fp4", "fp4_fp8_rope")]
+SHARED = [tuple(LAYOUTS[:2]), tuple(LAYOUTS[2:])]
 #: Arrangement of the second server of each layout; that of the first is layer_major.
 AGAIN_ARRANGEMENT = {
-    "bf16": "page_major",
-    "fp8": "page_major",
-    "fp8_block_scale": "token_major",
-    "fp4": "token_major",
-    "fp4_fp8_rope": "page_major",
+    **dict.fromkeys(LAYOUTS, "page_major"),
+    **dict.fromkeys(["fp8_block_scale", "fp4"], "token_major"),
 }
 #: Names of the servers by layout.
 FIRST = {layout: f"{layout}-layer_major" for layout in LAYOUTS}
@@ -47,6 +46,8 @@ STORE_ARGUMENTS = [
 SELF_CHECKED = FIRST["fp4"]
 #: A server without a store whose backups all fail.
 LOSSY = "fp4-lossy"
+#: The server that is paused and flushed.
+PAUSED = FIRST["fp8_block_scale"]
 #: Servers with other values of SGLang's host tier options than the defaults.
 CHOICES = {
     FIRST["bf16"]: ["--hicache-io-backend", "direct"],
@@ -107,6 +108,22 @@ def ask(server, long_prompt, greedy):
     found["host_hit"] = generate(long_prompt)
     found["metrics"] = server.get("/metrics").decode()
     return found
+
+
+def pause_and_flush(server, greedy):
+    """Pause while an answer's pages are still being stored; status of each flush until one is 200."""
+    server.generate(text="".join(chr(33 + i * 11 % 90) for i in range(400)), sampling_params=greedy)
+    server.post("/pause_generation", mode="retract")
+    statuses, deadline = [], time.monotonic() + 20
+    while statuses[-1:] != [200] and time.monotonic() < deadline:
+        try:
+            server.get("/flush_cache")
+            statuses.append(200)
+        except HTTPError as error:
+            statuses.append(error.code)
+            time.sleep(0.5)
+    server.post("/continue_generation")
+    return statuses
 
 
 def wait_for_store(folder, quiet_seconds=2.0, limit_seconds=60.0):

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import codec_oracle as oracle
 import host_tier_servers as host_tier
 import hybrid_model
 from tiny_model import NEW_TOKENS, PROMPTS, TEXT
@@ -28,13 +29,12 @@ PROGRAM = (sys.executable, str(HERE / "hybrid_launch.py"))
 
 #: Every layout and every arrangement, and one whose host tier is narrower: server to arguments.
 LAYOUTS = {
-    "hybrid-bf16": ["--kv-cache-layout", "bf16"],
+    **{f"hybrid-{layout}": ["--kv-cache-layout", layout] for layout in oracle.LAYOUTS},
     "hybrid-fp8": ["--kv-cache-layout", "fp8", "--kv-cache-arrangement", "page_major"],
     "hybrid-fp8_block_scale": [
         *("--kv-cache-layout", "fp8_block_scale", "--kv-cache-arrangement", "token_major"),
         *("--hicache-io-backend", "direct"),
     ],
-    "hybrid-fp4": ["--kv-cache-layout", "fp4"],
     "hybrid-fp4_fp8_rope": ["--kv-cache-layout", "fp4_fp8_rope", "--kv-cache-arrangement", "token_major"],
     "hybrid-bf16-on-fp4": ["--kv-cache-layout", "bf16", "--kv-host-layout", "fp4"],
 }

@@ -8,10 +8,16 @@ from contextlib import ExitStack
 
 from cluster_questions import PROMPTS, failures, server
 
-from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
-from sgl_kvpool.demo.cluster.servers import ask, metric_sum, until
-from sgl_kvpool.demo.local_server import running
-from sgl_kvpool.demo.loopback import free_port
+from sgl_kvpool.demo.cluster.servers import (
+    ask,
+    decode_arguments,
+    metric_sum,
+    peer_environment,
+    prefill_arguments,
+    router,
+    until,
+)
+from sgl_kvpool.demo.local_server import free_port, running
 
 
 def prefill_server(folder, name, layout, transfer="mooncake_tcp", *arguments):

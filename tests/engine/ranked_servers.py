@@ -150,9 +150,27 @@ def ask_with_more_faults(server, folder, answers):
     answers["left"] = kill_a_rank(server, answers["mappings"][-1][0])
 
 
+def update(server, folder, answers):
+    """Load the weights once more, without a version: keys in the store change, on all ranks alike."""
+    model = server.arguments[server.arguments.index("--model-path") + 1]
+    answers["update"] = server.post("/update_weights_from_disk", model_path=model)
+    answers["updated"] = [generate(server, PROMPTS[3])]
+    host_tier.wait_for_store(folder / "store")
+    server.get(FLUSH)
+    # Replicas answer in turn.
+    answers["updated"].append(generate(server, PROMPTS[3]))
+
+
+def ask_with_faults_and_update(server, folder, answers):
+    """`ask_with_faults`, then `update`."""
+    ask_with_faults(server, folder, answers)
+    server.get(FLUSH)
+    update(server, folder, answers)
+
+
 JOBS = {
     "two-ranks": serve(["--tp-size", "2"], ask_with_more_faults),
-    "two-ranks-apart": serve(["--tp-size", "2", "--kv-host-sharing", "rank"], ask_with_faults),
-    "two-stages": serve(["--pp-size", "2"]),
-    "two-replicas": serve(["--dp-size", "2"]),
+    "two-ranks-apart": serve(["--tp-size", "2", "--kv-host-sharing", "rank"], ask_with_faults_and_update),
+    "two-stages": serve(["--pp-size", "2"], update),
+    "two-replicas": serve(["--dp-size", "2"], update),
 }

@@ -11,14 +11,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT))
 
 # ruff: noqa: E402
 # These imports need the path.
-from regression.environment import Machine
-from regression.parsers import lines
-from regression.records import header, read_run, write_lines
-from regression.runner import Step, run_steps
+from scripts.kit.environment import Machine
+from scripts.kit.records import header, read_run, write_lines
+from scripts.kit.runner import Step, run_steps
+from scripts.servers.parsers import lines
 
 SERVER = "serve-demo-fp4"
 
@@ -53,13 +53,28 @@ def _damaged(out, run, folder):
         "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
     }
     request["parts"] = ["accuracy"]
-    command = (sys.executable, "-m", "regression.serve", "{folder}")
-    files = {"request.json": json.dumps(request)}
-    step = Step(SERVER, "damaged", command, 900, lines, files=files, environment={"OMP_NUM_THREADS": "1"})
-    records = []
-    run_steps([step], Machine(), folder / "damaged", ended=records.append, say=print)
+    # Its own process, because a step ends all descendants of the process that runs it.
+    command = [sys.executable, __file__, json.dumps(request), folder / "damaged"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=1500, check=True)
     path = folder / "damaged.jsonl"
     others = [line for one in run.steps.values() if one.name != SERVER for line in one.lines()]
     end = {"line": "end", "schema": 1, "status": 1, "seconds": 0}
-    write_lines(path, [header(run.facts), *others, *records[0].lines(), end])
+    write_lines(path, [header(run.facts), *others, *json.loads(done.stdout.splitlines()[-1]), end])
     return read_run(path)
+
+
+def main():
+    """Run the step of a request; its lines of results.jsonl are the last line of the output."""
+    request, folder = sys.argv[1:]
+    command = (sys.executable, "-m", "scripts.servers.serve", "{folder}")
+    environment = {"OMP_NUM_THREADS": "1"}
+    step = Step(
+        SERVER, "damaged", command, 900, lines, files={"request.json": request}, environment=environment
+    )
+    records = []
+    run_steps([step], Machine(), Path(folder), ended=records.append, say=print)
+    print(json.dumps(records[0].lines()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`scripts/soak.py` as a user types it, for one minute; and on a server that is broken on purpose."""
+"""`scripts.soak` as a user types it, for one minute; and on a server that is broken on purpose."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPT = HERE.parent.parent / "scripts" / "soak.py"
+ROOT = HERE.parent.parent
+SOAK = (sys.executable, "-m", "scripts.soak")
 
 
 def soak(*arguments):
@@ -18,9 +19,10 @@ def soak(*arguments):
         env = {key: value for key, value in os.environ.items() if "KVPOOL" not in key}
         env.pop("TRITON_INTERPRET", None)
         done = subprocess.run(
-            [sys.executable, SCRIPT, *arguments, "--json", folder / "soak.json", "--out", folder / "logs"],
+            [*SOAK, *arguments, "--json", folder / "soak.json", "--out", folder / "logs"],
             capture_output=True,
             text=True,
+            cwd=ROOT,
             timeout=1500,
             env={**env, "OMP_NUM_THREADS": "1"},
         )

@@ -1,4 +1,4 @@
-"""Shared stores, prefill and decode servers, and routers, in combinations that docs/scaling.md lists.
+"""Shared stores, prefill and decode servers, and routers, in combinations that docs/transfer.md lists.
 
 `make test-cluster` runs them; `make test` has test_shared_stores.py and test_prefill_decode.py.
 """

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from codec_oracle import ROW_BYTES
 from host_tier import stride_bytes
 from host_tier_servers import (
     AGAIN,
@@ -13,12 +14,14 @@ from host_tier_servers import (
     LAYOUTS,
     LOSSY,
     PAGE_SIZE,
+    PAUSED,
     SELF_CHECKED,
     SHARED,
 )
 from tiny_model import PROMPTS
 
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
+from sgl_kvpool import __version__
+
 LAYERS = 3
 WRITTEN_LATER = [name for name, arguments in CHOICES.items() if "--hicache-write-policy" in arguments]
 #: Tokens of the whole pages of the long prompt that can be found; its last token is always computed.
@@ -151,7 +154,7 @@ def test_metrics(record, layout, name):
         "host_layout": layout,
         "arrangement": arrangement_of(layout, name),
         "backend": "kvpool_mla",
-        "version": "0.1.0",
+        "version": __version__,
     }
     assert metric(answers, "sgl_kvpool_info", **labels) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES[layout]
@@ -206,3 +209,11 @@ def test_a_server_on_an_untested_sglang_checks_itself(record):
     assert len(attention) == 2
     assert all(re.match(r"attention of 3 requests with a largest error of \d", one) for one in attention)
     assert tier == "2 pages to the host tier and back"
+
+
+@pytest.mark.engine(PAUSED)
+def test_a_paused_server_can_be_flushed(record):
+    """Its backups end and are acknowledged while it is paused, so that it becomes idle."""
+    statuses = record(PAUSED)["paused"]
+    assert statuses[-1] == 200
+    assert set(statuses[:-1]) <= {400}

@@ -3,13 +3,13 @@
 import hybrid_servers
 import pytest
 from cluster_questions import failures_in
+from codec_oracle import NARROW, ROW_BYTES, by_latent
 from hybrid_answers import cached, distance, identical, logprobs, of_prompt, same
 from hybrid_servers import DEVICE_TOKENS, LAYOUTS
 
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 #: Largest mean distance of a prompt's log-probabilities from those of `bf16` rows, twice the measured one;
 #: and the least distance of a layout that rounds.
-NEAR = {"fp8": 0.1, "fp8_block_scale": 0.1, "fp4": 0.25, "fp4_fp8_rope": 0.25}
+NEAR = by_latent({"bf16": 0.0, "e4m3 / k_scale": 0.1, "e4m3 in tiles": 0.1, "e2m1": 0.25})
 ROUNDED = 0.005
 
 everywhere = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.engine(n)) for n in LAYOUTS])
@@ -42,8 +42,8 @@ def test_bf16_rows_give_the_answers_of_sglangs_pool(record):
         assert one["output_ids"][:4] == other["output_ids"][:4]
 
 
-@pytest.mark.parametrize("layout", NEAR)
-@pytest.mark.engine("hybrid-bf16", *(f"hybrid-{layout}" for layout in NEAR))
+@pytest.mark.parametrize("layout", NARROW)
+@pytest.mark.engine("hybrid-bf16", *(f"hybrid-{layout}" for layout in NARROW))
 def test_other_rows_are_close_to_bf16_and_not_the_same(record, layout):
     far = distance(
         of_prompt(record("hybrid-bf16")["prompt"]), of_prompt(record(f"hybrid-{layout}")["prompt"])

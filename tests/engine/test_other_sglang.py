@@ -83,9 +83,11 @@ def test_without_the_opt_in_everything_is_refused(more):
     )
 
 
-def test_the_published_table_is_what_the_command_prints(sglang_table):
-    page = (ROOT / "docs" / "compatibility.md").read_text()
-    assert "\n".join(sglang_table) in page
+def test_the_page_names_the_groups_that_do_not_work(sglang_table):
+    page = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in sglang_table[2:]]
+    failing = [name for name, _, other, _ in rows if other != "works"]
+    assert f"On {VERSION} these groups do not work: {', '.join(failing)}." in page
 
 
 @pytest.fixture(scope="module")

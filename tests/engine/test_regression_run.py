@@ -1,19 +1,18 @@
 """The reduced form of scripts/h100_regression.py with real servers, and what it says of a broken product."""
 
 import pytest
-from regression.compare import compare
-from regression.shapes import LAYOUTS
 from regression_run import SERVER
+
+from scripts.servers.compare import compare
+from scripts.servers.shapes import LAYOUTS
 
 pytestmark = pytest.mark.engine("regression")
 
 RAN = [
     "tests-canonical",
-    "canonical",
     "codec-quick",
     "attention-quick",
     "transfer-quick",
-    "arrangements-quick",
 ]
 RAN += ["serve-demo-stock", "serve-demo-bf16", SERVER]
 
@@ -33,8 +32,8 @@ def test_what_ran_and_what_was_skipped(found):
     skipped = {name: record.reason for name, record in steps.items() if record.status == "skipped"}
     assert set(steps) == {*RAN, *skipped}
     assert set(skipped.values()) == {"torch sees no GPU"}
-    assert f"SKIPPED: {len(skipped)} of {len(steps)} steps" in found["printed"]
-    assert f"[9/{len(steps)}] {SERVER}, about 80 s ... " in found["printed"]
+    assert f"{len(steps)} steps: 7 ok, {len(skipped)} skipped" in found["printed"]
+    assert f"[7/{len(steps)}] {SERVER}, about 80 s ... " in found["printed"]
     assert all(steps[name].measurements for name in RAN)
 
 
@@ -48,10 +47,8 @@ def test_the_first_line_says_where_it_was_run(found):
     assert found["run"].is_complete
 
 
-def test_plots_and_logs(found):
-    assert set(found["files"]) == {
-        *("accuracy.png", "first_token.png", "throughput.png", "logs", "results.jsonl", "steps")
-    }
+def test_files(found):
+    assert found["files"] == ["logs", "results.jsonl", "steps"]
 
 
 def test_the_server_was_compared_with_its_peers(found):
@@ -80,13 +77,15 @@ def test_hits_on_device_and_host(found):
 
 def test_every_layout_is_benchmarked(found):
     layouts = {one.layout for one in found["run"].steps["codec-quick"].measurements}
-    assert layouts == set(LAYOUTS)
+    # Counts of passed and failed cases belong to no layout.
+    assert layouts - {""} == set(LAYOUTS)
 
 
 def test_a_run_beside_itself_is_no_regression(found):
     same = compare(found["run"], found["run"])
     assert (same.regressions, same.improvements, same.status) == ([], [], 0)
-    assert same.compared > 50
+    # 29 of the servers; rates of kernels on a CPU are facts, which no run compares.
+    assert same.compared > 25
 
 
 def test_a_damaged_decoder_is_noticed(found):

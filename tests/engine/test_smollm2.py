@@ -50,7 +50,7 @@ def test_log_probabilities_are_those_of_transformers_llama(answers):
 
 def test_the_script_measures_what_the_server_does(answers):
     """`accuracy_llm.py` outside of the server, with rows in bf16: only sums are in another order."""
-    import accuracy_llm
+    from scripts.accuracy import llm as accuracy_llm
 
     rows = accuracy_llm.StoredRows(smollm2.read_llama(smollm2.checkpoint(), torch.float32))
     scored = rows.score(accuracy_llm.cases()[0], torch.tensor(window_ids(1)))["log_probabilities"][0]

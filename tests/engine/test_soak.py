@@ -1,4 +1,4 @@
-"""One minute of `scripts/soak.py`, and that it reports what is broken on purpose."""
+"""One minute of `scripts.soak`, and that it reports what is broken on purpose."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_what_is_needed_to_run_it_again(record):
     assert report["schema"] == 1
     assert (report["seed"], report["clients"], report["model"]) == (0, 6, "demo")
     assert set(report["versions"]) == {"sglang", "torch", "sgl-kvpool"}
-    assert report["command"].startswith("python scripts/soak.py --legs fp4 --minutes 1")
+    assert report["command"].startswith("python -m scripts.soak --legs fp4 --minutes 1")
     assert report["command"] in report["printed"]
 
 

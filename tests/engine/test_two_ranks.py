@@ -48,6 +48,15 @@ replicas = pytest.mark.parametrize(
 )
 
 
+updated = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(APART, marks=pytest.mark.engine(APART)),
+        *(pytest.param(name, marks=started_on_request(name)) for name in (STAGES, REPLICAS)),
+    ],
+)
+
+
 def ids(answers):
     return [answer["output_ids"] for answer in answers]
 
@@ -206,3 +215,14 @@ def test_ranks_check_themselves_before_they_serve(record, name):
     assert all("self-check passed in " in line for line in lines)
     ending = f", {SELF_CHECK_PAGES[name]} pages to the host tier and back"
     assert all(line.endswith(ending) for line in lines)
+
+
+@updated
+def test_ranks_name_updated_weights_alike(record, name):
+    """The store gives what was stored after the update, for which all ranks have to know the page's key."""
+    answers = record(name)
+    assert answers["update"]["success"]
+    computed, fetched = answers["updated"]
+    assert cached(computed) == MISS
+    assert cached(fetched) == {**MISS, "storage": LONG}
+    assert ids([fetched]) == ids([computed]) == ids(answers["first"][3:4])

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sgl_kvpool.layout import MLAKVCacheLayout
+
 RANKS, LAYERS, PAGES, PAGE_SIZE = 2, 3, 9, 4
 GUARD = 0xEE
 #: Layout on the device, and on the host.
 PAIRS = [
-    *((layout, "same") for layout in ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")),
+    *((layout.value, "same") for layout in MLAKVCacheLayout),
     ("bf16", "fp4"),
     ("fp8", "fp4_fp8_rope"),
 ]
@@ -23,7 +25,6 @@ PAIRS = [
 def encoded(layout, tokens):
     """Rows of each layer, `[tokens, row_bytes]` uint8: what both ranks compute of the same tokens."""
     from sgl_kvpool.codec import encode_rows
-    from sgl_kvpool.layout import MLAKVCacheLayout
 
     values = torch.randn(LAYERS, tokens, 576, generator=torch.Generator().manual_seed(0))
     fmt = MLAKVCacheLayout(layout).row_format(512, 64)
@@ -57,8 +58,9 @@ def there_and_back(ranks, layout, host, device):
         finish()
         ranks.gather(None)  # as SGLang's agreement on finished backups
         stored = tier.kv_buffer.view(torch.uint8).clone()
-        for layer in range(LAYERS):
+        for layer in range(LAYERS):  # all first: engine staged loads layers in groups
             device_rows(layer).fill_(GUARD)
+        for layer in range(LAYERS):
             tier.load_to_device_per_layer(pool, kept, slots, layer, "kernel")
         finish()
         ranks.gather(None)
@@ -74,6 +76,7 @@ def there_and_back(ranks, layout, host, device):
     stored, found = trip()
     same = all(torch.equal(a, b) for a, b in zip(found, made, strict=True))
     again_stored, again = trip()
+    tier.destroy()  # or CUDA refuses to register the next tier at the same address
     return {
         "pages": tier.page_num,
         "same": same,
@@ -89,13 +92,16 @@ def main(rank, folder, device):
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.srt.host.node_ranks import NodeRanks
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     meet = dist.FileStore(str(folder / "meet"), RANKS)
     dist.init_process_group("gloo", store=meet, rank=rank, world_size=RANKS)
     publish(ServerArgs(model_path="dummy", device=device), role="scheduler", ranks=SpawnRanks(0, None, 0))
     ranks = NodeRanks.of(dist.group.WORLD)
+    # As SGLang does: batches of copies are refused on the default stream.
+    if device != "cpu":
+        torch.cuda.set_stream(torch.cuda.Stream())
     found = {f"{layout}-{host}": there_and_back(ranks, layout, host, device) for layout, host in PAIRS}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -31,6 +31,7 @@ def same_values(found, expected):
     assert_same_values(found.cpu(), expected)
 
 
+@pytest.mark.silicon
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ten_million_blocks(name):
     """312512 rows of 512: 10000384 blocks of 16. Decoded to bfloat16, those of one seed to every type."""
@@ -126,6 +127,7 @@ def test_store_and_gather(name, rank, rope, align, kind, index):
     assert bool((out[:, rank : rank + 2] == -3).all() or not rope)
 
 
+@pytest.mark.silicon
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pool_beyond_31_bits(name):
     fmt = row_format(name, 512, 64)
@@ -147,6 +149,7 @@ def test_pool_beyond_31_bits(name):
     assert bool((pool[-2000:] == FILL).all())
 
 
+@pytest.mark.quick
 def test_slots_beyond_the_pool_touch_nothing():
     fmt = row_format("fp4", 512, 64)
     base = torch.full((9, fmt.row_bytes), FILL, dtype=torch.uint8, device="cuda")
@@ -163,6 +166,7 @@ def test_slots_beyond_the_pool_touch_nothing():
     same_values(found[1:2], decode_rows(expected, fmt))
 
 
+@pytest.mark.quick
 def test_captured_graph():
     """Neither direction waits for the device, so both may be captured and replayed."""
     fmt = row_format("fp4", 512, 64)
@@ -186,6 +190,7 @@ def test_captured_graph():
     same_values(out, expected)
 
 
+@pytest.mark.quick
 def test_rows_at_odd_addresses_are_refused():
     fmt = row_format("fp4", 128, 0)
     buffer = torch.zeros(1000, dtype=torch.uint8, device="cuda")

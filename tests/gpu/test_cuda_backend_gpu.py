@@ -1,11 +1,13 @@
 """kvpool_mla on a GPU below SGLang's server: its kernels, FlashInfer's call, CUDA graphs. Needs SGLang."""
 
+import itertools
 from types import SimpleNamespace
 
 import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from engine_cases import quick
 from test_host_attention import oracle_attention
 
 pytestmark = [
@@ -18,6 +20,9 @@ SCALE = 0.07  # of test_host_attention's oracle
 DEVICE = "cuda"
 PAGE = 64
 PLACED = ["layer_major", "token_major", "page_major"]
+PLACED_LAYOUTS = quick(
+    itertools.product(oracle.LAYOUTS, PLACED), [("fp4", "page_major"), ("fp8_block_scale", "layer_major")]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,25 +35,32 @@ def published_on_cuda():
 
 
 class Case:
-    """Requests over a real pool; `lengths` of whole sequences, of which `prefixes` are stored before."""
+    """Requests over a real pool; `lengths` of whole sequences, of which `prefixes` are stored before.
 
-    def __init__(self, layout, lengths, prefixes, arrangement="layer_major", most_queries=4):
+    Their slots are among those of the first `used_pages`.
+    """
+
+    def __init__(
+        self, layout, lengths, prefixes, arrangement="layer_major", most_queries=4, used_pages=16, **options
+    ):
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
         dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-        bound = LayoutMLATokenToKVPool.bind(layout, None, arrangement=arrangement)
         size = 16 * PAGE
-        self.pool = bound(size, PAGE, dtype, RANK, ROPE, 3, DEVICE, False, 0, 2)
+        chosen = PoolOptions(layout, arrangement=arrangement, **options)
+        self.pool = LayoutMLATokenToKVPool(
+            size, PAGE, dtype, RANK, ROPE, 3, DEVICE, False, 0, 2, options=chosen
+        )
         for tensor in self.pool.kv_buffer:
             tensor.view(torch.uint8).fill_(0xFF)
         self.layer = RadixAttention(HEADS, RANK + ROPE, SCALE, 1, LAYER, v_head_dim=RANK)
         self.table = ReqToTokenPool(8, 1024, DEVICE, False)
         generator = torch.Generator().manual_seed(7)
-        slots = torch.randperm(size, generator=generator)[: sum(lengths)] + 1
+        slots = torch.randperm(used_pages * PAGE, generator=generator)[: sum(lengths)] + 1
         self.slots = [part.to(DEVICE) for part in slots.split(lengths)]
         self.keys = [
             torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16().to(DEVICE) for n in lengths
@@ -120,7 +132,7 @@ class Case:
     def run(self, mode):
         batch = self.batch(mode)
         self.backend.init_forward_metadata(batch)
-        q, k, ropes = self.inputs()
+        q, k, ropes = self.given = self.inputs()
         return self.backend.forward(q, k, k, self.layer, batch, **ropes)
 
     def wanted(self, *, fresh_as_computed):
@@ -144,33 +156,40 @@ def close(found, wanted):
     np.testing.assert_allclose(found.float().cpu().numpy(), wanted, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("arrangement", PLACED)
+@pytest.mark.parametrize(("layout", "arrangement"), PLACED_LAYOUTS)
 def test_decode(layout, arrangement):
     case = Case(layout, [1, 300, 7, 65], [0, 299, 6, 64], arrangement)
     close(case.run("DECODE"), case.wanted(fresh_as_computed=False))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    quick(
+        itertools.product(oracle.LAYOUTS, ["TARGET_VERIFY", "DRAFT_EXTEND_V2"]),
+        [("fp4", "TARGET_VERIFY"), ("fp4", "DRAFT_EXTEND_V2")],
+    ),
+)
 def test_verify_and_draft_extend(layout, mode):
     case = Case(layout, [4, 300, 7], [0, 296, 3])
     close(case.run(mode), case.wanted(fresh_as_computed=False))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("workspace_tokens", [65536, 64, 100])
-@pytest.mark.parametrize("arrangement", PLACED)
-def test_absorbed_prefill_in_one_call_and_in_chunks(layout, workspace_tokens, arrangement):
-    case = Case(layout, [9, 340, 5, 133], [0, 230, 4, 0], arrangement)
+@pytest.mark.parametrize(
+    ("layout", "arrangement", "workspace_tokens"),
+    quick(
+        itertools.product(oracle.LAYOUTS, PLACED, [65536, 64, 100]),
+        [("fp4", "page_major", 65536), ("fp8_block_scale", "token_major", 100)],
+    ),
+)
+def test_absorbed_prefill_in_one_call_and_in_chunks(layout, arrangement, workspace_tokens):
+    case = Case(layout, [9, 300, 5, 73], [0, 230, 4, 0], arrangement)
     case.backend._reader.workspace_tokens = workspace_tokens
     found = case.run("EXTEND")
     assert case.backend._extend.one_call == (workspace_tokens == 65536)
     close(found, case.wanted(fresh_as_computed=True))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("arrangement", PLACED)
+@pytest.mark.parametrize(("layout", "arrangement"), PLACED_LAYOUTS)
 def test_requests_of_one_token_at_the_end_are_decoded(layout, arrangement):
     """A batch of these alone (as beside another rank's prefill), and behind a prefill (MIXED)."""
     case = Case(layout, [1, 300, 7, 65], [0, 299, 6, 64], arrangement)
@@ -181,9 +200,13 @@ def test_requests_of_one_token_at_the_end_are_decoded(layout, arrangement):
     close(found[new:], case.wanted(fresh_as_computed=False)[new:])
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("arrangement", PLACED)
-@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
+@pytest.mark.parametrize(
+    ("layout", "arrangement", "mode"),
+    quick(
+        itertools.product(oracle.LAYOUTS, PLACED, ["DECODE", "TARGET_VERIFY"]),
+        [("fp4", "page_major", "DECODE"), ("fp4", "token_major", "TARGET_VERIFY")],
+    ),
+)
 def test_a_graph_gives_what_eager_gives(layout, arrangement, mode):
     """Captured with lengths of 1, as SGLang does, then replayed for the real batch: bit for bit."""
     lengths = ([30, 300, 7], [29, 299, 6]) if mode == "DECODE" else ([30, 300, 7], [26, 296, 3])
@@ -219,6 +242,42 @@ def test_a_graph_gives_what_eager_gives(layout, arrangement, mode):
     close(found, case.wanted(fresh_as_computed=False))
 
 
+def mha_form(q, k, v, bounds):
+    """Causal attention of each request over its own keys, `[tokens, heads, 128]`, in float64."""
+    outputs = []
+    for first, last in itertools.pairwise(bounds):
+        own = slice(first, last)
+        scores = torch.einsum("qhd,khd->hqk", q[own].double(), k[own].double()) * SCALE
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v[own].double()))
+    return torch.cat(outputs).numpy()
+
+
+@pytest.mark.quick
+def test_prefill_in_the_mha_form_does_not_wait_for_the_gpu():
+    """SGLang's own updater reads lengths back, three times per batch."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    case = Case("fp4", [9, 140, 5, 73], [0, 0, 0, 0])
+    layer = RadixAttention(HEADS, 192, SCALE, HEADS, LAYER, v_head_dim=128)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(227, HEADS, size, generator=generator).bfloat16() for size in (192, 192, 128))
+    batch = case.batch("EXTEND")
+    batch.spec_info = None
+    on_gpu = [x.to(DEVICE) for x in (q.view(227, -1), k, v)]
+    case.backend.init_forward_metadata(batch)  # FlashInfer compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.backend.init_forward_metadata(batch)
+        found = case.backend.forward_extend(*on_gpu, layer, batch, save_kv_cache=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    close(found.view(227, HEADS, 128), mha_form(q, k, v, [0, 9, 149, 154, 227]))
+
+
+@pytest.mark.quick
 def test_decode_does_not_wait_for_the_gpu():
     """A busy GPU must not hold up the host: no call of a step may synchronise."""
     case = Case("fp4", [30, 300, 7], [29, 299, 6])
@@ -232,3 +291,43 @@ def test_decode_does_not_wait_for_the_gpu():
         case.backend.forward(q, k, k, case.layer, batch, **ropes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def padded(tensors, rows):
+    """Tensors with further rows of ones, as data-parallel attention pads a rank's batch."""
+    return [torch.cat([x, x.new_ones(rows, *x.shape[1:])]) for x in tensors]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("padding", [0, 4])
+def test_an_idle_batch(padding):
+    """A rank without requests, alone and beside ranks with four tokens."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    case = Case("fp8_block_scale", [30, 300, 7], [29, 299, 6])
+    batch = case.batch("DECODE")
+    batch.forward_mode, batch.batch_size = ForwardMode.IDLE, 0
+    batch.req_pool_indices, batch.seq_lens = batch.req_pool_indices[:0], batch.seq_lens[:0]
+    case.backend.init_forward_metadata(batch)
+    batch.out_cache_loc = torch.zeros(padding, dtype=torch.int64, device=DEVICE)
+    q, k, ropes = case.inputs()
+    q, k, q_rope, k_rope = padded([x[:0] for x in (q, k, ropes["q_rope"], ropes["k_rope"])], padding)
+    before = [buffer.view(torch.uint8)[1:].clone() for buffer in case.pool.kv_buffer]
+    found = case.backend.forward_decode(q, k, k, case.layer, batch, q_rope=q_rope, k_rope=k_rope)
+    assert found.shape == (padding, HEADS * RANK)
+    assert not found.any()
+    after = [buffer.view(torch.uint8)[1:] for buffer in case.pool.kv_buffer]
+    assert all(map(torch.equal, after, before))  # all slots but that of padding tokens
+
+
+@pytest.mark.quick
+def test_padding_tokens_of_a_decode_batch():
+    case = Case("fp4", [30, 300, 7], [29, 299, 6])
+    batch = case.batch("DECODE")
+    case.backend.init_forward_metadata(batch)
+    q, k, ropes = case.inputs()
+    q, k, q_rope, k_rope = padded([q, k, ropes["q_rope"], ropes["k_rope"]], 2)
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(2)])
+    found = case.backend.forward_decode(q, k, k, case.layer, batch, q_rope=q_rope, k_rope=k_rope)
+    close(found[:3], case.wanted(fresh_as_computed=False))
+    assert not found[3:].any()

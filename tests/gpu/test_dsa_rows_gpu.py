@@ -72,7 +72,7 @@ def check(out, values):
     assert wrong.max() < 2**-5, (wrong.max().item(), (wrong > 2**-5).float().mean().item())
 
 
-@pytest.mark.parametrize("width", [128, 2048])
+@pytest.mark.parametrize("width", [pytest.param(128, marks=pytest.mark.quick), 2048])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_flashmla_decode_reads_them(heads, width):
     """As `DeepseekSparseAttnBackend._forward_flashmla_kv` of SGLang 0.5.23 calls it."""
@@ -110,6 +110,7 @@ def test_flashmla_decode_reads_them(heads, width):
     torch.testing.assert_close(lse[..., 0].double().cpu(), reference[1], rtol=0, atol=0.02)
 
 
+@pytest.mark.quick
 def test_sglangs_gather_reads_them():
     """What prefills by flashmla_sparse attend: the reader's values, rounded to bf16 once."""
     module = pytest.importorskip("sglang.kernels.ops.attention.dsa.dequant_k_cache")
@@ -120,6 +121,7 @@ def test_sglangs_gather_reads_them():
     torch.testing.assert_close(found.view(-1, RANK + ROPE).cpu(), exact, rtol=2**-7, atol=0)
 
 
+@pytest.mark.quick
 def test_flashmla_prefill_over_gathered_rows():
     """The prefill kernel over gathered rows, with lists of positions instead of slots (RAGGED)."""
     pytest.importorskip("flash_mla")

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import random_deepseek
 import torch
+from codec_oracle import LAYOUTS, OURS_ALONE, by_latent
 from test_server_gpu import EAGER, GREEDY, LAYOUT, MARGIN, MTP, TOP, accepted, distance, partings, tokens
 
 from sgl_kvpool.demo.server import Server, free_port
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # The first servers of a machine compile, and may take 1200 s to start.
     pytest.mark.timeout(1800),
@@ -54,7 +56,7 @@ SERVERS = {
     "fp8_block_scale": ("deepseek_v32", (LAYOUT, "fp8_block_scale"), {}),
     "fp8_block_scale-mixed": ("deepseek_v32", (LAYOUT, "fp8_block_scale", *SCALED, *MIXED), {}),
     "fp4-mixed": ("deepseek_v32", (LAYOUT, "fp4", *MIXED), {}),
-    "fp4_fp8_rope": ("deepseek_v32", (LAYOUT, "fp4_fp8_rope"), {}),
+    **{layout: ("deepseek_v32", (LAYOUT, layout), {}) for layout in OURS_ALONE if layout != "fp4"},
     "fp4-eager": ("deepseek_v32", (LAYOUT, "fp4", *EAGER), {}),
     "fp4-dense": ("deepseek_v32", (LAYOUT, "fp4", *EAGER), {DENSE_UP_TO: None}),
     "stock-656-mtp": ("deepseek_v32", (*STOCK_656, *MTP), {}),
@@ -66,15 +68,15 @@ SERVERS = {
     "glm5-fp4": ("glm5", (LAYOUT, "fp4"), {}),
 }
 #: Every layout without drafts.
-SINGLE = ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed", "fp4_fp8_rope"]
+SINGLE = [*(layout for layout in LAYOUTS if layout != "fp4"), "fp8_block_scale-mixed", "fp4-mixed"]
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
 #: its index keys rounded to e4m3, its latents encoded and decoded, is 0.035 (`fp8`), 0.031
 #: (`fp8_block_scale`) and 0.112 (`fp4`) away with prompts of 48, 2608, 2608 and 2112 tokens (GLM-5's shape
 #: with at most 640: 0.029, 0.027, 0.081), and in float32 instead of bfloat16 0.009. tilelang rounds queries
 #: to e4m3 too.
-NEAR = {"bf16": 0.02, "fp8": 0.15, "fp8_block_scale": 0.07, "fp4": 0.20, "fp4_fp8_rope": 0.20}
+NEAR = by_latent({"bf16": 0.02, "e4m3 / k_scale": 0.15, "e4m3 in tiles": 0.07, "e2m1": 0.20})
 #: And the smallest: below it another layout was served, or rows were not read.
-FAR = {"bf16": 0.0, "fp8": 0.02, "fp8_block_scale": 0.02, "fp4": 0.05, "fp4_fp8_rope": 0.05}
+FAR = by_latent({"bf16": 0.0, "e4m3 / k_scale": 0.02, "e4m3 in tiles": 0.02, "e2m1": 0.05})
 
 SHARED = tokens(1, 2608)
 #: The third begins like the second (a prefix hit); the first is shorter than what is selected. Last chunks

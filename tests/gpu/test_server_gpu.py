@@ -8,17 +8,18 @@ import random
 import pytest
 import random_deepseek
 import torch
+from codec_oracle import LAYOUTS, by_latent
 
 from sgl_kvpool.demo.server import Server, free_port
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # The first servers of a machine compile, and may take 1200 s to start.
     pytest.mark.timeout(1800),
 ]
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LAYOUT = "--kv-cache-layout"
 KVPOOL = ("--attention-backend", "kvpool_mla")
@@ -59,7 +60,7 @@ SERVERS = {
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
 #: its latents encoded and decoded, is 0.054 (`fp8`), 0.055 (`fp8_block_scale`) and 0.146 (`fp4`) away, and in
 #: float32 instead of bfloat16 0.014. A rope in e4m3 beside FP4 latents adds 0.001 to the distance of `fp4`.
-NEAR = {"bf16": 0.03, "fp8": 0.10, "fp8_block_scale": 0.10, "fp4": 0.25, "fp4_fp8_rope": 0.25}
+NEAR = by_latent({"bf16": 0.03, "e4m3 / k_scale": 0.10, "e4m3 in tiles": 0.10, "e2m1": 0.25})
 #: Largest difference in log-probability at the first position where two servers' tokens differ (`parting`):
 #: FP4 rows of DeepSeek-V3.2's shape change log-probabilities by at most 0.63 at 99 of 100 positions. One in
 #: fifty random tokens is within this margin of the most likely one.

@@ -2,29 +2,29 @@
 
 import ctypes
 import dataclasses
+import itertools
 import re
 import subprocess
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
+from codec_oracle import LAYOUTS
+from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, quick, round_trip, slots_of
 
-from sgl_kvpool.commands.bench.rates.library import find_nvcc
-from sgl_kvpool.commands.bench.transfer_gpu import gpu_calls
+from scripts.bench.rates.library import find_nvcc
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
-from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
-from sgl_kvpool.transfer.page_buffer import PageBuffer
-from sgl_kvpool.transfer.page_view import packed_view
+from sgl_kvpool.transfer.gpu_engine import PageBuffer, RegisteredChunks, gpu_calls
 from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import Transfer, packed_view
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+PAGE_SIZES = [1, 2, 61, 64]
 #: Clock cycles of a kernel that does nothing, some 10 ms.
 BUSY = 20_000_000
 
@@ -54,10 +54,17 @@ def tools(device):
     return make
 
 
-@pytest.mark.parametrize("engine", GPU_ENGINES)
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "arrangement", "page_size", "engine"),
+    quick(
+        itertools.product(LAYOUTS, ARRANGEMENTS, PAGE_SIZES, GPU_ENGINES),
+        # Every engine with every arrangement.
+        [
+            (LAYOUTS[i % len(LAYOUTS)], arrangement, 2, engine)
+            for i, (arrangement, engine) in enumerate(itertools.product(ARRANGEMENTS, GPU_ENGINES))
+        ],
+    ),
+)
 def test_every_bit_comes_back(device, stream, layout, arrangement, page_size, engine):
     round_trip(
         engine, layout, layout, arrangement, page_size,
@@ -65,10 +72,20 @@ def test_every_bit_comes_back(device, stream, layout, arrangement, page_size, en
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["staged", "kernel"])
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize(("own", "other"), CONVERSIONS)
+@pytest.mark.parametrize(
+    ("own", "other", "arrangement", "page_size", "engine"),
+    quick(
+        [
+            (*pair, *more)
+            for pair in CONVERSIONS
+            for more in itertools.product(ARRANGEMENTS, PAGE_SIZES, ("staged", "kernel"))
+        ],
+        [
+            (*pair, ARRANGEMENTS[i % 3], 2, ("staged", "kernel")[i % 2])
+            for i, pair in enumerate(CONVERSIONS[::3])
+        ],
+    ),
+)
 def test_narrow_rows_are_the_references(device, stream, own, other, arrangement, page_size, engine):
     round_trip(
         engine, own, other, arrangement, page_size,
@@ -87,6 +104,7 @@ def test_warps_with_idle_lanes(device, stream, own, other, geometry, engine):
     )  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["staged", "copy_engine"])
 def test_copies_keep_to_one_registration(device, stream, engine):
     """Host memory in chunks of three pages, each registered by itself, and lists of more pages in a row."""
@@ -137,7 +155,7 @@ class Race:
         there, back = TransferPlan(caches, host, "kv"), TransferPlan(host, caches, "kv")
         self.store = GPU_ENGINES[engine](there, make(group.bytes_per_page, self.memory), True)
         self.load = GPU_ENGINES[engine](back, make(group.bytes_per_page, self.memory), False)
-        self.lists = (slots_of(range(24), 64, device), np.arange(24))
+        self.lists = (np.arange(24), slots_of(range(24), 64, device))
         self.compute, self.transfer = torch.cuda.Stream(device), torch.cuda.Stream(device)
         # Kernels are loaded at their first launch, which may wait for everything.
         self.stored_in_time(waits=True)
@@ -158,7 +176,7 @@ class Race:
         with torch.cuda.stream(self.transfer):
             if waits:
                 self.transfer.wait_stream(self.compute)
-            self.store.copy(*self.lists)
+            self.store.copy(Transfer(*self.lists, to_host=True))
         torch.cuda.synchronize()
         return bool((self.memory == 3).all())
 
@@ -174,8 +192,9 @@ class Race:
         with torch.cuda.stream(self.transfer):
             if waits:
                 self.transfer.wait_stream(self.compute)
+            load = Transfer(*self.lists, to_host=False)
             for part in range(len(self.on_device)):
-                self.load.copy(*self.lists[::-1], part)
+                self.load.copy(load, part)
         torch.cuda.synchronize()
         assert all(bool((layer == 5).all()) for layer in self.on_device)
         return bool((seen == 4).all())
@@ -189,9 +208,13 @@ def test_transfers_wait_for_the_model(device, engine):
         assert race.read_in_time(waits=True)
 
 
+@pytest.mark.silicon
 @pytest.mark.parametrize("engine", GPU_ENGINES)
 def test_the_control_without_waits_corrupts(device, engine):
-    """Without SGLang's wait, one of four races must corrupt bytes: not each, if streams share a channel."""
+    """Without SGLang's wait, one of four races must corrupt bytes: not each, if streams share a channel.
+
+    The emulated device reports the missing wait itself: `test_a_transfer_waits_for_the_model`.
+    """
     races = [Race(device, engine) for _ in range(4)]
     assert not all(race.stored_in_time(waits=False) for race in races)
     assert not all(race.read_in_time(waits=False) for race in races)
@@ -214,11 +237,12 @@ def test_layers_are_there_when_they_are_signalled(device):
             memory.fill_(value)
             for layer in on_device:
                 layer.fill_(0)
-            torch.cuda.synchronize()
             wrong = torch.zeros(len(on_device), dtype=torch.int64, device=device)
+            torch.cuda.synchronize()
+            lists = Transfer(numbers, slots, to_host=False)
             for part, layer in enumerate(on_device):
                 with torch.cuda.stream(transfer):
-                    load.copy(numbers, slots, part)
+                    load.copy(lists, part)
                     done = transfer.record_event()
                 with torch.cuda.stream(compute):
                     compute.wait_event(done)
@@ -230,6 +254,7 @@ def test_layers_are_there_when_they_are_signalled(device):
 # ---------------------------------------------------------------------------------------- the rest
 
 
+@pytest.mark.quick
 def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     """A copy that CUDA refuses leaves no error for the next call.
 
@@ -265,10 +290,10 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
             calls.copy_pages(*arguments[:-1], 0)
 
     channel.engine.tools = dataclasses.replace(shared, calls=Refused())
-    lists = (slots_of([1, 3], 2, device), np.array([4, 0]))
+    lists = (np.array([4, 0]), slots_of([1, 3], 2, device))
     before = channel.engine.tools.calls.refused
     memory.fill_(0)
-    channel.run(*lists)
+    channel.run(Transfer(*lists, to_host=True))
     torch.cuda.synchronize()
     assert channel.engine.tools.calls.refused == before + 1
     assert (memory[[4, 0]] == 5).all()
@@ -277,11 +302,12 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     # And the engine is used again.
     channel.engine.tools = shared
     memory.fill_(0)
-    channel.engine.copy(*lists)
+    channel.engine.copy(Transfer(*lists, to_host=True))
     torch.cuda.synchronize()
     assert (memory[[4, 0]] == 5).all()
 
 
+@pytest.mark.quick
 def test_rates_of_the_link(device):
     host = pinned(64, 1 << 20)
     rates = engine_choice.measure(gpu_calls(), host, RegisteredChunks(), device)
@@ -291,6 +317,7 @@ def test_rates_of_the_link(device):
         assert sorted(found.gb_per_s) == [1 << n for n in range(13, 21)]
 
 
+@pytest.mark.quick
 def test_batches_are_used_where_cuda_has_them():
     """From CUDA 12.8 on, of headers, runtime and driver (`has_batches` of csrc/cuda_steps.cuh)."""
     nvcc = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout

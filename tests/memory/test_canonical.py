@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical, copy_pages
+from sgl_kvpool.connectors.cross_layer import LayerPages
 from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
     CanonicalKVCaches,
@@ -18,8 +19,6 @@ from sgl_kvpool.memory.canonical import (
     TensorList,
     byte_pages,
 )
-from sgl_kvpool.memory.cross_layer import LayerPages
-from sgl_kvpool.memory.page_copy import copy_pages
 from sgl_kvpool.memory.runs import PageRuns
 
 PAGES, TOKENS = 10, 16

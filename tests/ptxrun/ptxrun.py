@@ -46,7 +46,7 @@ class _Region(ctypes.Structure):
 #: Options of `Module.launch` and their defaults, in the order of CConfig in emulator/ptxrun.cpp.
 OPTIONS = {
     "threads": 1, "uninit_regs": 1, "uninit_shared": 1, "races": 1, "global_races": 1, "approx": 0, "mma": 0,
-    "quantum": 24, "timing": 1, "wgmma_registers": 0,
+    "quantum": 24, "timing": 1, "wgmma_registers": 0, "touched": 0,
 }  # fmt: skip
 
 
@@ -109,12 +109,16 @@ class Result:
         operations of a product; `ideal`: the fewest units that the bytes need.
     by_warp : list of dict
         Instructions of each warp number, by class.
+    touched : list of (int, int, int, bool)
+        With option `touched`, runs of bytes that were read (False) or written (True) other than by atomics:
+        base of the region, first byte, bytes.
     """
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.error = found["error"]
         self.reports = found["reports"]
         self.instructions = found["instructions"]
+        self.touched = [(base, start, size, bool(write)) for base, start, size, write in found["touched"]]
         names = ("line", "class", "name", "count", "lanes", "units", "ideal", "bytes")
         self.lines = [dict(zip(names, row, strict=True)) for row in found["lines"]]
         for row in self.lines:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["cache_folder", "library", "nvcc", "nvcc_ptx"]
+__all__ = ["cache_folder", "library", "made_once", "nvcc", "nvcc_ptx"]
 
 HERE = Path(__file__).resolve().parent
 _PACKAGE = HERE.parents[1] / "sgl_kvpool"
@@ -43,21 +43,32 @@ def _alone(name: str):
         yield
 
 
-def _made_once(name: str, suffix: str, parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
+def made_once(name: str, suffix: str, parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
     """The file that `make(path)` writes, made where there is none for these parts yet."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
-    path = cache_folder() / f"{name}-{digest.hexdigest()[:16]}{suffix}"
-    if path.exists():
-        return path
-    with _alone(path.name):
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
-                made = Path(scratch) / path.name
-                make(made)
-                made.rename(path)
-    return path
+    stem = f"{name}-{digest.hexdigest()[:16]}"
+
+    def intact() -> Path | None:
+        paths = cache_folder().glob(f"{stem}-*{suffix}")
+        return next((path for path in paths if path.name == _name(stem, path)), None)
+
+    found = intact()
+    if found is None:
+        with _alone(stem):
+            found = intact()
+            if found is None:
+                with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+                    made = Path(scratch) / f"{stem}{suffix}"
+                    make(made)
+                    found = made.rename(cache_folder() / _name(stem, made))
+    return found
+
+
+def _name(stem: str, path: Path) -> str:
+    """Name of a result, which ends with a digest of its bytes: a truncated library would be a SIGBUS."""
+    return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}{path.suffix}"
 
 
 def _processor() -> str:
@@ -84,7 +95,7 @@ def library() -> Path:
     def make(path: Path) -> None:
         subprocess.run([*_GXX, "-o", path, HERE / "emulator" / "ptxrun.cpp"], check=True)
 
-    return _made_once("ptxrun", ".so", parts, make)
+    return made_once("ptxrun", ".so", parts, make)
 
 
 @functools.cache
@@ -122,4 +133,4 @@ def nvcc_ptx(source: str, flags: Sequence[str] = (), include: Path | None = None
         subprocess.run([compiler, *options, text, "-o", path], check=True)
 
     contents = [*(part.encode() for part in parts), *(path.read_bytes() for path in headers)]
-    return _made_once("cuda", ".ptx", contents, make).read_text()
+    return made_once("cuda", ".ptx", contents, make).read_text()

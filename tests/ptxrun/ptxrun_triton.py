@@ -38,6 +38,10 @@ class Runs:
         self.options: dict[str, Any] = {}
         self.launched: list[tuple[str, ptxrun.Result]] = []
         self._changes: list[Callable[[str], str]] = []
+        #: Carries out a launch, given the kernel's name, what runs it, and the kernel's arguments.
+        self.carry_out: Callable[[str, Callable[..., ptxrun.Result], list[Any]], Any] = (
+            lambda name, run, values: run(*values)
+        )
 
     @property
     def last(self) -> ptxrun.Result:
@@ -74,16 +78,18 @@ class _Launcher:
         self.kinds = list(kernel.src.signature.values())
 
     def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
-        values = _flat(self.kinds, args)
         if self.metadata.global_scratch_size or self.metadata.profile_scratch_size:
             raise NotImplementedError("kernels with scratch memory")
-        if x * y * z == 0:
-            return
+        if x * y * z:
+            run = functools.partial(self._run, (x, y, z))
+            self.runs.carry_out(self.metadata.name, run, _flat(self.kinds, args))
+
+    def _run(self, grid, *values) -> ptxrun.Result:
         name, ctas = self.metadata.name, getattr(self.metadata, "num_ctas", 1)
         result = None
         try:
             result = self.runs.module(self.ptx).launch(
-                name, (x * ctas, y, z), 32 * self.metadata.num_warps, values, self.metadata.shared,
+                name, (grid[0] * ctas, *grid[1:]), 32 * self.metadata.num_warps, values, self.metadata.shared,
                 cluster=ctas, **self.runs.options,
             )  # fmt: skip
         except ptxrun.PtxError as error:
@@ -92,6 +98,7 @@ class _Launcher:
         finally:
             if result is not None:
                 self.runs.launched.append((name, result))
+        return result
 
 
 def _flat(kinds: Any, values: Any) -> list[Any]:

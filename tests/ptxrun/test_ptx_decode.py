@@ -11,7 +11,7 @@ from decode_interpreted import run
 
 from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config, tiles_of_both_kernels
 from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
-from sgl_kvpool.attention.triton_merge import merge_kernel
+from sgl_kvpool.attention.triton_lists import merge_kernel
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 TILES = tiles_of_both_kernels()

@@ -8,9 +8,9 @@ import ptxrun_builds
 import pytest
 import torch
 
-from sgl_kvpool.commands.bench.attention.device import CpuDevice
-from sgl_kvpool.commands.bench.rates import measure
-from sgl_kvpool.commands.bench.rates.library import FACTOR, OPERATIONS, SELECTOR, SOURCE
+from scripts.bench.attention.device import CpuDevice
+from scripts.bench.rates import measure
+from scripts.bench.rates.library import FACTOR, OPERATIONS, SELECTOR, SOURCE
 
 K, BLOCKS = 256, 2
 

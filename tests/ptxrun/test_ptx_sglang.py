@@ -4,6 +4,7 @@ import pytest
 import test_backend
 import test_cuda_backend
 import torch
+from codec_oracle import NARROW, OURS_ALONE
 from dsa_case import Case as SparseCase
 from dsa_case import in_forward
 from test_cuda_backend import CudaCase
@@ -14,7 +15,7 @@ from sgl_kvpool.attention.decode_config import decode_config, decode_kernel_of
 
 pytestmark = pytest.mark.usefixtures("published")
 
-LAYOUTS = ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+LAYOUTS = NARROW
 
 
 def close(found, wanted):
@@ -65,7 +66,7 @@ def test_kvpool_mla_with_tritons_kernel(on_ptxrun, of_deepseek, wants_triton, mo
 
 
 @pytest.mark.usefixtures("hooked")
-@pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", OURS_ALONE)
 def test_sparse_attention(on_ptxrun, layout):
     """SGLang's DSA backend with our decode: rows of a top-k list."""
     case = SparseCase(layout, [1, 40, 7], [0, 39, 6], *PAIRS[layout])

@@ -44,7 +44,7 @@ def test_decode_over_top_k(on_ptxrun, caplog, layout, heads, counted):
     check((found, torch.from_numpy(expected(case)[1])), case)
 
 
-@pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope", "fp8_block_scale", "fp8"])
+@pytest.mark.parametrize("layout", oracle.NARROW)
 def test_rows_for_an_extend(on_ptxrun, layout):
     """Rows in the order of the list of slots, some of them twice, and zeros for -1."""
     fmt = oracle.row_format(layout, 512, 64)

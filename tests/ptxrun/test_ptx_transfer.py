@@ -1,5 +1,6 @@
 """The transfer kernels as nvcc compiles them, on ptxrun, byte for byte against torch's conversions."""
 
+import codec_oracle as oracle
 import engine_cases
 import numpy as np
 import ptxrun_builds
@@ -9,20 +10,16 @@ from engine_cases import ARRANGEMENTS, CONVERSIONS, LAYERS
 from ptxrun_engines import Kernels
 
 from sgl_kvpool.transfer.engines import GPU_ENGINES
-from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import Transfer, packed_view
 
 pytestmark = [
     pytest.mark.skipif(ptxrun_builds.nvcc() is None, reason="needs nvcc"),
     pytest.mark.usefixtures("few_blocks"),
 ]
 #: How each layout stores latents: `Latent` of row_conversion.h.
-IDS = {"bf16": 0, "fp8": 1, "fp8_block_scale": 2, "fp4": 3, "fp4_fp8_rope": 3}
-LAYOUTS = list(IDS)
-
-
-def _quick(cases, *chosen):
-    return [pytest.param(*case, marks=[pytest.mark.quick] * (case in chosen)) for case in cases]
+IDS = oracle.by_latent({"bf16": 0, "e4m3 / k_scale": 1, "e4m3 in tiles": 2, "e2m1": 3})
+LAYOUTS = oracle.LAYOUTS
 
 
 def round_trip(engine, own, other, arrangement, page_size, *, seed=0, change=str, **options):
@@ -45,14 +42,14 @@ def test_every_byte_comes_back(layout, arrangement, engine):
 
 @pytest.mark.parametrize(
     ("own", "other", "arrangement", "engine"),
-    _quick(
+    engine_cases.quick(
         [
             (*pair, arrangement, engine)
             for pair in CONVERSIONS
             for arrangement in ARRANGEMENTS
             for engine in ("staged", "kernel")
         ],
-        *((*pair, ARRANGEMENTS[i % 3], ("staged", "kernel")[i % 2]) for i, pair in enumerate(CONVERSIONS)),
+        [(*pair, ARRANGEMENTS[i % 3], ("staged", "kernel")[i % 2]) for i, pair in enumerate(CONVERSIONS)],
     ),
 )
 def test_rows_change_their_format_on_the_way(own, other, arrangement, engine):
@@ -106,7 +103,7 @@ def test_words_of_every_width(row_bytes, word_bytes, engine, run):
             TransferPlan(caches, host, "kv"), kernels.tools(group.bytes_per_page), True
         )
         slots, numbers = engine_cases.slots_of([5, 0, 3], page_size, "cpu"), np.array([1, 7, 4])
-        there.copy(slots, numbers)
+        there.copy(Transfer(numbers, slots, to_host=True))
         kernels.play()
         for i, layer in enumerate(before):
             expected[numbers, i] = layer[[5, 0, 3]]
@@ -115,8 +112,9 @@ def test_words_of_every_width(row_bytes, word_bytes, engine, run):
             TransferPlan(host, caches, "kv"), kernels.tools(group.bytes_per_page), False
         )
         slots = engine_cases.slots_of([2, 4, 5], page_size, "cpu")
+        load = Transfer(numbers, slots, to_host=False)
         for part in range(LAYERS):
-            back.copy(numbers, slots, part)
+            back.copy(load, part)
         kernels.play()
         for i, layer in enumerate(before):
             layer[[2, 4, 5]] = expected[numbers, i]

@@ -1,5 +1,6 @@
 """The committed costs of `mla_decode`'s tiles: complete, on the page, not better than this tree's."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,26 +12,32 @@ import pytest
 
 pytest.importorskip("triton")
 
-import attention_facts
-import loop_costs
 from ptxrun_builds import cache_folder
 
+from scripts.bench.attention.limits import TILE_COSTS, UNITS
+from scripts.figures import attention_facts, flashmla_costs, loop_costs
 from sgl_kvpool.attention.decode_config import tile_config, tiles_of_both_kernels
-from sgl_kvpool.commands.bench.attention.limits import TILE_COSTS, UNITS
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 
-COSTS = json.loads(TILE_COSTS.read_text())
-FIELDS = {
-    "layout", "kernel", "heads", "tiles", "registers", "spilled_bytes", "shared_bytes", "programs_per_sm",
-    "warp_instructions_per_row", "shared_memory_clk_per_row", "issue_clk_per_row", "integer_clk_per_row",
-    "tensor_clk_per_row", "draining_waits_per_block", "limit_g_rows_per_s",
+ALL_COSTS = json.loads(TILE_COSTS.read_text())
+COSTS = [found for found in ALL_COSTS if found["kernel"] not in flashmla_costs.NAMES]
+FLASHMLA = [found for found in ALL_COSTS if found["kernel"] in flashmla_costs.NAMES]
+COMMON = {
+    "layout", "kernel", "heads", "tiles", "warp_instructions_per_row", "stall_clk_per_row", "busiest_unit",
+    "limit_g_rows_per_s", "expected_g_rows_per_s", *(f"{unit}_clk_per_row" for unit in UNITS),
+}  # fmt: skip
+FIELDS = COMMON | {
+    "registers", "spilled_bytes", "shared_bytes", "programs_per_sm", "draining_waits_per_block",
 }  # fmt: skip
 #: Fields of which more is better; of all others less is. Registers are not compared: their cost shows in
 #: programs and spills.
 MORE_IS_BETTER = {"programs_per_sm"}
-NOT_COMPARED = {"layout", "kernel", "heads", "tiles", "registers", "limit_g_rows_per_s"}
+NOT_COMPARED = {
+    "layout", "kernel", "heads", "tiles", "registers", "busiest_unit", "limit_g_rows_per_s",
+    "expected_g_rows_per_s",
+}  # fmt: skip
 #: The release of Triton whose code was counted.
 COUNTED_WITH = "3.8.0"
 
@@ -57,16 +64,47 @@ def test_every_layout_and_number_of_heads_is_counted():
         if tile_config(layout, heads, kernel).kernel == kernel
     ]
     assert all(found.keys() == FIELDS for found in COSTS)
+    assert all(found.keys() == COMMON | {"published_tflops"} for found in FLASHMLA)
 
 
-def test_limits_follow_from_the_counts():
-    for found in COSTS:
+def test_limits_and_expectations_follow_from_the_counts():
+    for found in ALL_COSTS:
         row_bytes = MLAKVCacheLayout(found["layout"]).row_format(512, 64).row_bytes
-        chip = 132 * 1.7 / max(found[f"{unit}_clk_per_row"] for unit in UNITS)
+        clk = {unit: found[f"{unit}_clk_per_row"] for unit in UNITS}
+        assert clk[found["busiest_unit"]] == max(clk.values())
+        chip = 132 * 1.7 / max(clk.values())
         assert found["limit_g_rows_per_s"] == {
             "H100": round(min(chip, 3000 / row_bytes), 2),
             "H200": round(min(chip, 4300 / row_bytes), 2),
         }
+        assert found["expected_g_rows_per_s"] == {
+            device: [round(min(0.9 * rate / row_bytes, share * chip), 2) for share in (0.57, 0.72)]
+            for device, rate in (("H100", 3000), ("H200", 4300))
+        }
+
+
+def test_the_expectation_is_below_what_flashmla_publishes():
+    """Operations of a row and a query head: scores over 576 values and sums over 512."""
+    shares = {
+        x["kernel"]: (
+            x["published_tflops"],
+            round(
+                x["published_tflops"] * x[f"{x['busiest_unit']}_clk_per_row"] / (128 * 2176e-3 * 132 * 1.7), 2
+            ),
+        )
+        for x in FLASHMLA
+        if x["published_tflops"]
+    }
+    assert shares == {"FlashMLA dense": (660, 0.77), "FlashMLA sparse": (410, 0.59)}
+    low, high = attention_facts.EXPECTED_OF_CHIP
+    assert low <= 0.59
+    assert high <= 0.77
+
+
+def test_flashmla_in_the_installed_wheel():
+    if importlib.metadata.version("sgl-flash-mla") != flashmla_costs.VERSION:
+        pytest.skip(f"the kernels of sgl-flash-mla {flashmla_costs.VERSION} are counted")
+    assert attention_facts.flashmla(list(MLAKVCacheLayout), list(attention_facts.HEADS)) == FLASHMLA
 
 
 def test_programs_that_the_table_expects_fit_an_sm():
@@ -77,9 +115,7 @@ def test_programs_that_the_table_expects_fit_an_sm():
 
 def test_the_page_has_these_counts():
     page = attention_facts.PAGE.read_text()
-    assert attention_facts.page_of(COSTS, page) == page
-    readme = attention_facts.README.read_text()
-    assert attention_facts.readme_of(COSTS, readme) == readme
+    assert attention_facts.page_of(ALL_COSTS, page) == page
 
 
 @pytest.mark.parametrize(
@@ -88,6 +124,8 @@ def test_the_page_has_these_counts():
         ("shared_memory_clk_per_row", 0.01, True),
         ("shared_memory_clk_per_row", -1, False),
         ("spilled_bytes", 8, True),
+        ("special_clk_per_row", 0.01, True),
+        ("stall_clk_per_row", 0.01, True),
         ("programs_per_sm", -1, True),
         ("draining_waits_per_block", 1, True),
     ],
@@ -110,7 +148,7 @@ def counted(tmp_path_factory):
     costs = tmp_path_factory.mktemp("facts") / "costs.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
-    program = [sys.executable, ROOT / "scripts" / "attention_facts.py", "--json", costs]
+    program = [sys.executable, "-m", "scripts.figures.attention_facts", "--json", costs]
     done = subprocess.run(
         [*program, "--layouts", *LAYOUTS, "--heads", *map(str, HEADS)],
         capture_output=True,
@@ -118,7 +156,8 @@ def counted(tmp_path_factory):
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(costs.read_text())
+    found = json.loads(costs.read_text())
+    return [one for one in found if one["kernel"] not in flashmla_costs.NAMES]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which compiles ptxrun")
@@ -142,38 +181,76 @@ def test_no_tile_became_worse(counted, layout, heads):
 
 # The counting, on a few instructions by hand
 
+
+def sass(text):
+    """A text of `nvdisasm -c -hex`, from labels, and lines of stall clocks, scoreboards, instruction."""
+    lines, at = [".text.kernel:"], 0
+    for line in text.strip().splitlines():
+        if line.endswith(":"):
+            lines.append(line)
+            continue
+        stall, waits, code = line.split(maxsplit=2)
+        word = int(stall) << 41 | int(waits, 2) << 52
+        lines += [f"        /*{at:04x}*/    {code} ;   /* 0x{at:016x} */", f"        /* 0x{word:016x} */"]
+        at += 16
+    return "\n".join(lines)
+
+
 SASS = """
 .L_x_1:
-        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+1 000000 LDG.E.128 R4, desc[UR4][R2.64]
 .L_x_2:
-        /*0010*/              @!P0 LDG.E R4, desc[UR4][R2.64] ;
-        /*0020*/                   STS.128 [R8], R4 ;
-        /*0030*/                   LDS.U8 R4, [R8] ;
-        /*0040*/                   LDL.64 R4, [R1] ;
-        /*0050*/                   LDSM.16.M88.4 R4, [R8] ;
-        /*0060*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24 ;
-        /*0070*/                   HGMMA.64x8x16.F32.BF16 R24, R28, gdesc[UR4], R24, gsb0 ;
-        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
-        /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*00a0*/                   LOP3.LUT R4, R4, R5, RZ, 0xc0, !PT ;
-        /*00b0*/               @P0 BRA `(.L_x_2) ;
-        /*00c0*/               @P1 BRA `(.L_x_1) ;
+2 000000 @!P0 LDG.E R4, desc[UR4][R2.64]
+15 000011 STS.128 [R8], R4
+1 000000 LDS.U8 R4, [R8]
+1 000000 LDL.64 R4, [R1]
+1 000000 LDSM.16.M88.4 R4, [R8]
+1 100000 HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24
+1 000000 HGMMA.64x8x16.F32.BF16 R24, R28, gdesc[UR4], R24, gsb0
+1 000000 WARPGROUP.DEPBAR.LE gsb0, 0x1
+1 000000 WARPGROUP.DEPBAR.LE gsb0, 0x0
+4 000000 LOP3.LUT R4, R4, R5, RZ, 0xc0, !PT
+5 000000 @P0 BRA `(.L_x_2)
+1 000000 @P1 BRA `(.L_x_1)
+"""
+#: A loader's role: it waits on an mbarrier, copies 8 KB, sends 16 bytes per lane to another SM, and converts.
+LOADER = """
+.L_x_3:
+9 000000 UTMALDG.4D [UR16], [UR8], desc[UR10]
+1 000000 SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R4
+1 000000 @!P1 BRA `(.L_x_5)
+.L_x_4:
+1 000000 LDG.E R4, desc[UR4][R2.64]
+1 000001 STAS.128 [R28.64], R12
+2 000000 F2FP.BF16.F32.PACK_AB R4, R4, R5
+5 000000 @P0 BRA `(.L_x_3)
+1 000000 EXIT
+.L_x_5:
+1 000000 SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R4
+1 000000 @!P1 BRA `(.L_x_5)
+1 000000 BRA `(.L_x_4)
 """
 
 
 def test_the_innermost_loop_is_counted():
-    assert [(loop.label, len(loop.instructions)) for loop in loop_costs.loops(SASS)] == [
+    code = sass(SASS)
+    assert [(loop.label, len(loop.instructions)) for loop in loop_costs.loops(code)] == [
         (".L_x_2", 11),
         (".L_x_1", 13),
     ]
-    assert loop_costs.main_loop(SASS).label == ".L_x_2"
+    assert [loop.label for loop in loop_costs.role_loops(code)] == [".L_x_2"]
     with pytest.raises(ValueError, match="no loop with HGMMA"):
-        loop_costs.main_loop(SASS.replace("HGMMA", "HMMA"))
+        loop_costs.role_loops(code.replace("HGMMA", "HMMA"))
+    with pytest.raises(ValueError, match="nvdisasm -c -hex"):
+        loop_costs.role_loops("        /*0000*/                   EXIT ;")
+    with pytest.raises(ValueError, match="second word of 'EXIT'"):
+        loop_costs.role_loops("        /*0000*/    EXIT ;   /* 0x0000000000000000 */")
 
 
 def test_costs_by_hand():
     """4 warps, 16 rows: each instruction of the loop is a quarter of a warp instruction per row."""
-    found = loop_costs.costs(loop_costs.main_loop(SASS).instructions, rows=16, warps=4)
+    (loop,) = loop_costs.role_loops(sass(SASS))
+    found = loop_costs.costs([loop.instructions], rows=16, warps=4, programs=2)
     assert found.warp_instructions == 11 / 4
     assert found.clk["issue"] == 11 / 16
     assert found.clk["integer"] == 1 / 8
@@ -184,3 +261,24 @@ def test_costs_by_hand():
     assert found.clk["loads"] == 1 / 4
     assert found.clk["tensor"] == (64 * 16 * 16 + 64 * 8 * 16) / 4 / 2048 / 4
     assert found.draining_waits == 1
+    assert found.scoreboard_waits == 2
+    assert found.stall_clk == (2 + 15 + 7 * 1 + 4 + 5) / 16 / 2
+
+
+def test_costs_of_roles():
+    """The way back from the wait after EXIT is not a role, though it is the largest loop that copies."""
+    code = sass(SASS + LOADER.lstrip())
+    assert [loop.label for loop in loop_costs.loops(code)] == [
+        ".L_x_2", ".L_x_1", ".L_x_3", ".L_x_5", ".L_x_4",
+    ]  # fmt: skip
+    roles = [loop.instructions for loop in loop_costs.role_loops(code)]
+    assert [len(role) for role in roles] == [11, 7]
+    alone, both = (loop_costs.costs(roles[:n], 16, 4, box_bytes=8192) for n in (1, 2))
+    # One thread issues the bulk copy. STAS leaves one SM and arrives in another.
+    assert both.clk["shared"] - alone.clk["shared"] == 8192 / 128 / 16 + 2 * 4 / 4
+    assert both.clk["loads"] - alone.clk["loads"] == 1 / 4
+    assert both.clk["special"] == 2 / 4
+    assert both.stall_clk == alone.stall_clk == 33 / 16
+    assert both.scoreboard_waits == 3
+    with pytest.raises(ValueError, match="UTMALDG"):
+        loop_costs.costs(roles, 16, 4)

@@ -1,4 +1,4 @@
-"""Tests that hang, crash or break CUDA, run by regression.isolated_tests with real pytest processes."""
+"""Tests that hang, crash or break CUDA, run by scripts.kit.isolated_tests with real pytest processes."""
 
 import json
 import os
@@ -9,9 +9,10 @@ import textwrap
 import time
 
 import pytest
-from regression.environment import on_path
-from regression.isolated_tests import breadth_first, in_order
-from regression.parsers import isolated_tests
+
+from scripts.kit.environment import on_path
+from scripts.kit.isolated_tests import breadth_first, in_order
+from scripts.servers.parsers import isolated_tests
 
 TESTS = """
     import os, time
@@ -76,7 +77,7 @@ def project(tmp_path):
 def start(project, out, *words):
     out.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-m", "regression.isolated_tests", "--out", out, *words],
+        [sys.executable, "-m", "scripts.kit.isolated_tests", "--out", out, *words],
         cwd=project.folder, env=on_path(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -156,6 +157,17 @@ def test_what_breaks_cuda_fails_alone(project, run):
         "test_1_faults": "failed", "test_2_is_not_concerned": "passed",
     }  # fmt: skip
     assert "illegal memory access" in found["test_cuda.py::test_1_faults"][1]
+
+
+def test_only_skipped_tests_are_no_success(project, run):
+    files = project(test_some="""
+        import pytest
+        pytestmark = pytest.mark.skip(reason="no kernel here")
+        def test_one(): pass
+    """)  # fmt: skip
+    status, found, printed = run("--workers", "1", *files)
+    assert (status, list(found.values())) == (1, [("skipped", "no kernel here")])
+    assert "no test passed\n" in printed
 
 
 def test_without_tests(run):

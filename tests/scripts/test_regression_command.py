@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from regression.environment import ROOT
-from regression.records import header, read_run, write_lines
+
+from scripts.kit.environment import ROOT
+from scripts.kit.records import header, read_run, write_lines
 
 SCRIPT = ROOT / "scripts" / "h100_regression.py"
 
@@ -25,10 +26,10 @@ def start(*argv):
 def test_interrupted(tmp_path, number):
     """The benchmark that runs is ended, and what was found before it is written."""
     out = tmp_path / "out"
-    argv = ["--core", "--only", "canonical", "--only", "transfer-quick", "--only", "arrangements-quick"]
+    argv = ["--core", "--only", "codec-quick", "--only", "transfer-quick", "--only", "transfer"]
     process = start(*argv, "--out", out)
     log = out / "logs" / "transfer-quick.log"
-    for _ in range(1200):
+    for _ in range(6000):
         if log.is_file() or process.poll() is not None:
             break
         time.sleep(0.1)
@@ -38,10 +39,10 @@ def test_interrupted(tmp_path, number):
     assert process.returncode == 128 + number, printed
     found = read_run(out / "results.jsonl")
     status = {name: record.status for name, record in found.steps.items()}
-    expected = {"canonical": "ok", "transfer-quick": "interrupted", "arrangements-quick": "skipped"}
+    expected = {"codec-quick": "ok", "transfer-quick": "interrupted", "transfer": "skipped"}
     assert status == expected
     assert found.is_complete
-    assert len(found.steps["canonical"].measurements) > 40
+    assert len(found.steps["codec-quick"].measurements) > 20
     assert f"interrupted by {number.name}" in printed
     assert not _running(str(out))
 
@@ -61,48 +62,50 @@ def _running(text):
 
 def test_run_and_compare(tmp_path):
     """Compared with an equal run, and with an older run that has a metric which the newer one lacks."""
-    first = start("--core", "--only", "canonical", "--out", tmp_path / "first")
+    first = start("--core", "--only", "codec-quick", "--out", tmp_path / "first")
     printed, _ = first.communicate(timeout=300)
     assert first.returncode == 0, printed
     results = tmp_path / "first" / "results.jsonl"
-    again = start("--core", "--only", "canonical", "--out", tmp_path / "second", "--compare", results)
+    again = start("--core", "--only", "codec-quick", "--out", tmp_path / "second", "--compare", results)
     printed, _ = again.communicate(timeout=300)
     assert again.returncode == 0, printed
     assert "0 regressions" in printed
 
     older = read_run(results)
     changed = tmp_path / "older.jsonl"
-    lines = older.steps["canonical"].lines()
-    lines[0] = {**lines[0], "metric": "what is not measured any more"}
+    lines = older.steps["codec-quick"].lines()
+    lines[-3] = {**lines[-3], "metric": "what is not measured any more"}
     end = {"line": "end", "schema": 1, "status": 0, "seconds": 1}
     write_lines(changed, [header(older.facts), *lines, end])
     third = start("--compare", changed, "--with", tmp_path / "second" / "results.jsonl")
     printed, _ = third.communicate(timeout=300)
     assert third.returncode == 1
-    assert "REGRESSION  canonical: what is not measured any more: was 0 bytes, is missing" in printed
+    assert "REGRESSION  codec-quick: what is not measured any more: was 20 results, is missing" in printed
 
 
 def test_a_step_that_fails_fails_the_run(tmp_path):
     """The step ends at its limit, which a scale makes short."""
-    run = start("--core", "--only", "canonical", "--time-limit-scale", "0.001", "--out", tmp_path / "out")
+    run = start("--core", "--only", "codec-quick", "--time-limit-scale", "0.001", "--out", tmp_path / "out")
     printed, _ = run.communicate(timeout=300)
     assert run.returncode == 1, printed
-    assert "FAILED: 1 of 1 steps" in printed
-    assert "canonical: ended at its limit of 0 s" in printed
+    assert "1 steps: 1 timed out" in printed
+    assert "codec-quick timed out: ended at its limit of 0 s" in printed
 
 
 def test_a_run_in_which_everything_was_skipped_is_no_success(tmp_path):
     run = start("--only", "tp2", "--out", tmp_path / "out")
     printed, _ = run.communicate(timeout=300)
     assert run.returncode == 1, printed
-    assert "SKIPPED: 1 of 1 steps" in printed
+    assert "1 steps: 1 skipped" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--minutes", "x"], "argument --minutes: x is not a positive number"),
-        (["--core", "--only", "canonical", "--out", "{file}"], "--out {file}: File exists"),
+        (["--core", "--only", "codec-quick", "--out", "{file}"], "--out {file}: File exists"),
+        (["--core", "--gsm8k-questions", "0"], "--gsm8k-questions 0: give 1 or more"),
+        (["--core", "--retrieval-characters", "0"], "--retrieval-characters 0: give numbers above 0"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, words, said):

@@ -4,9 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from h100_regression import main
-from regression.compare import compare
-from regression.records import KINDS, SCHEMA, Measurement, Run, StepRecord, header, read_run, write_lines
+
+from scripts.h100_regression import main
+from scripts.kit.records import KINDS, SCHEMA, Measurement, Run, StepRecord, header, read_run, write_lines
+from scripts.servers.compare import compare
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "model": None, "options": {"layouts": ["bf16", "fp4"]}}
 
@@ -75,13 +76,7 @@ def test_a_metric_that_vanished():
     assert found.regressions == ["attention: speed: was 2 x, is missing"]
 
 
-@pytest.mark.parametrize(
-    "new",
-    [
-        run(step="codec"),
-        run(status="skipped", reason="torch sees no GPU"),
-    ],
-)
+@pytest.mark.parametrize("new", [run(step="codec"), run(status="skipped", reason="torch sees no GPU")])
 def test_a_step_that_was_not_run_is_reported(new):
     found = compare(run(one(2.0)), new)
     assert found.regressions == []
@@ -125,9 +120,7 @@ def test_another_gpu_compares_no_speeds():
     worse = replace(accuracy, value=0.2)
     found = compare(run(one(2.0), accuracy), run(one(1.0), worse, facts={**H100, "gpu": "NVIDIA H200"}))
     assert [line.split(": ")[1] for line in found.regressions] == ["distance"]
-    assert found.not_compared == {
-        "speeds of another GPU: NVIDIA H100 80GB HBM3, now NVIDIA H200": 1,
-    }
+    assert found.not_compared == {"speeds of another GPU: NVIDIA H100 80GB HBM3, now NVIDIA H200": 1}
 
 
 def test_a_cpu_compares_no_speeds():

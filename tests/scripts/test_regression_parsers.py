@@ -3,16 +3,17 @@
 import json
 
 import pytest
-from regression.parsers import arrangements, attention, codec, transfer
+
+from scripts.servers.parsers import benchmark
 
 
 @pytest.fixture
 def parsed(tmp_path):
-    """`parsed(parser, report)`: measurements by metric."""
+    """`parsed(report)`: measurements by metric."""
 
-    def run(parser, report):
+    def run(report):
         (tmp_path / "results.json").write_text(json.dumps(report))
-        found = parser(tmp_path)
+        found = benchmark(tmp_path)
         by_metric = {one.metric: one for one in found}
         assert len(by_metric) == len(found)
         return by_metric
@@ -32,42 +33,31 @@ def report(*rows, kind="cuda", targets=()):
     return {"schema": 1, "device_kind": kind, "results": list(rows), "targets": list(targets)}
 
 
-WHERE = "kind=dense heads=16 batch=64 context_tokens=32768 queries_per_list=1 arrangement=layer_major"
+WHERE = "kind=dense heads=16 batch=64 context_tokens=32768 queries_per_list=1"
+OURS = f"runner=kvpool layout=fp4 arrangement=layer_major {WHERE}"
 
 
 def test_attention_beside_peers(parsed):
     ours = row(times_as_fast_as={"flashmla": 1.52})
     other = row(layout="fp8", arrangement="page_major", graph_us=None, time_to_layer_major=1.04)
-    peer = row("flashmla", "bf16")
-    target = {
-        "target": "fp4: best peer",
-        "need": "at least 1.4x",
-        "found": 1.52,
-        "state": "passed",
-        "note": "n",
-    }
-    open_target = {**target, "target": "128 heads", "found": None, "state": "not measured", "note": "no peer"}
-    found = parsed(attention, report(ours, other, peer, targets=[target, open_target]))
-    ratio = found[f"kvpool fp4 {WHERE}: times as fast as flashmla"]
+    target = {"target": "fp4: best peer", "need": "at least 1.4x", "state": "passed", "note": "n"}
+    open_target = {**target, "target": "128 heads", "state": "not measured", "note": "no peer"}
+    found = parsed(report(ours, other, row("flashmla", "bf16"), targets=[target, open_target]))
+    ratio = found[f"{OURS}: times as fast as flashmla"]
     assert (ratio.value, ratio.kind, ratio.better, ratio.layout) == (1.52, "kernel_ratio", "higher", "fp4")
-    time = found[f"kvpool fp4 {WHERE}"]
+    time = found[f"{OURS}: us"]
     # The time in a CUDA graph if there is one, as in the benchmark's own ratios.
     assert (time.value, time.unit, time.kind, time.better) == (205.25, "us", "kernel_time", "lower")
-    placed = f"kvpool fp8 {WHERE.replace('layer_major', 'page_major')}"
-    assert found[placed].value == 210.5
-    assert (
-        found[f"{placed}: time to layer_major"].value,
-        found[f"{placed}: time to layer_major"].better,
-    ) == (
-        1.04,
-        "lower",
-    )
+    placed = f"runner=kvpool layout=fp8 arrangement=page_major {WHERE}"
+    assert found[f"{placed}: us"].value == 210.5
+    slower = found[f"{placed}: time_to_layer_major"]
+    assert (slower.value, slower.better) == (1.04, "lower")
     # A peer's layout is not one that was requested.
-    assert found[f"flashmla bf16 {WHERE}"].layout == ""
+    assert found[f"runner=flashmla layout=bf16 arrangement=layer_major {WHERE}: us"].layout == ""
     assert found["target: fp4: best peer, at least 1.4x"].value == 1
     missing = found["target: 128 heads, at least 1.4x"]
     assert (missing.value, missing.note) == (None, "not measured; no peer")
-    assert found["wrong or failed results of mla_decode"].passed is True
+    assert found["wrong or failed results"].passed is True
 
 
 @pytest.mark.parametrize(
@@ -80,32 +70,38 @@ def test_attention_beside_peers(parsed):
     ],
 )
 def test_wrong_results_of_ours_fail_the_step(parsed, rows, wrong):
-    found = parsed(attention, report(*rows))
-    count = found["wrong or failed results of mla_decode"]
+    found = parsed(report(*rows))
+    count = found["wrong or failed results"]
     assert (count.value, count.passed) == (wrong, wrong == 0)
     (unmeasured,) = [one for one in found.values() if one.value is None]
     bad = next(one for one in rows if one["status"] != "measured")
     assert unmeasured.note == f"{bad['status']}: {bad['reason']}"
 
 
-def test_a_dry_run_has_no_speeds(parsed):
-    found = parsed(attention, report(row(times_as_fast_as={"kvpool bf16": 0.8}), kind="cpu"))
+@pytest.mark.parametrize("status", ["not run", "skipped"])
+def test_a_benchmark_without_results_of_ours_fails_the_step(parsed, status):
+    peer = row("flashmla", "bf16")
+    found = parsed(report(row(status=status, reason="the 0 minutes were spent"), peer))
+    assert found["measured results"].passed is False
+    assert parsed(report(row(), peer))["measured results"].passed is True
+
+
+def test_times_of_a_cpu_are_not_compared(parsed):
+    found = parsed(report(row(times_as_fast_as={"kvpool bf16": 0.8}), kind="cpu"))
     assert {one.kind for one in found.values()} == {"fact", "count"}
-
-
-def test_codecs_of_a_cpu_are_shown_and_not_compared(parsed):
-    row = {
-        "operation": "encode", "layout": "fp4", "tokens": 4096, "gb_per_s": 9.5, "ratio_to_copy": 0.7,
-        "target": 0.5, "passed": True,
+    codec = {
+        "operation": "encode", "layout": "fp4", "tokens": 4096, "gb_per_s": 9.5, "copy_gb_per_s": 13.6,
+        "ratio_to_copy": 0.7, "target": 0.5, "gate": True, "passed": True,
     }  # fmt: skip
-    found = parsed(codec, {"results": [{**row, "device": "cuda"}, {**row, "device": "cpu"}]})
+    found = parsed({"results": [{**codec, "device": "cuda"}, {**codec, "device": "cpu"}]})
+    what = "operation=encode device=cuda layout=fp4 tokens=4096"
     kinds = {name: one.kind for name, one in found.items()}
-    tails = ("", ": speed to a copy")
-    assert [kinds[f"cuda encode fp4, 4096 rows{tail}"] for tail in tails] == ["kernel_time", "kernel_ratio"]
-    target = found["target: cuda encode fp4, 4096 rows: 0.5 of the speed of a copy"]
+    assert kinds.pop(f"{what}: gb_per_s") == "kernel_time"
+    assert kinds.pop(f"{what}: ratio_to_copy") == "kernel_ratio"
+    target = found[f"target: {what}: 0.5 of the speed of a copy"]
     assert (target.kind, target.value, target.note) == ("target", 1, "passed")
-    assert {kind for name, kind in kinds.items() if "cpu" in name} == {"fact"}
-    assert len(kinds) == 6
+    assert [kind for name, kind in kinds.items() if "device=cpu" in name] == ["fact"] * 4
+    assert len(kinds) == 4 + 1 + 1 + 2
 
 
 def test_transfer_on_a_gpu(parsed):
@@ -119,32 +115,26 @@ def test_transfer_on_a_gpu(parsed):
     bad = {"peer": "sglang direct", "failed": "OSError: cannot pin"}
     ended = {"sglang": [peer, bad], "missed_targets": ["one", "two"], "ended": True}
     # A benchmark that was ended early has rows of engines and no targets.
-    so_far = parsed(transfer, {"device": "NVIDIA H100", "engines": [engine], "ended": False})
-    found = parsed(transfer, {"engines": [engine], **ended})
-    assert {*found} - {*so_far} == {
-        "sglang kernel scattered, 256 pages: to_host_of_pinned_copy",
-        "sglang direct",
-        "targets of transfers that are missed",
-    }
-    failed = found.pop("sglang direct")
+    so_far = parsed({"device": "NVIDIA H100", "engines": [engine], "ended": False})
+    found = parsed({"engines": [engine], **ended})
+    peers = {"peer=sglang kernel pages=256: to_host_of_pinned_copy", "peer=sglang direct"}
+    assert {*found} - {*so_far} == {*peers, "targets of transfers that are missed"}
+    failed = found["peer=sglang direct"]
     assert (failed.value, failed.note) == (None, "not measured: OSError: cannot pin")
     assert found["targets of transfers that are missed"].note == "missed; one; two"
-    what = "staged bf16/fp4 layer_major in order, 256 pages"
-    values = {name: (one.value, one.kind, one.better) for name, one in found.items()}
+    what = "engine=staged layout=bf16 host_layout=fp4 arrangement=layer_major scattered=False pages=256"
+    values = {name: (one.value, one.kind, one.better) for name, one in found.items() if what in name}
     assert values == {
         f"{what}: to_host_submit_us": (90.0, "kernel_time", "lower"),
         f"{what}: to_host_solo_of_pinned_copy": (0.8, "kernel_ratio", "higher"),
         f"{what}: to_host_of_pinned_copy": (0.97, "kernel_ratio", "higher"),
         f"{what}: to_host_model_step_ratio": (1.1, "kernel_ratio", "lower"),
         f"{what}: both_of_pinned_copies": (0.9, "kernel_ratio", "higher"),
-        "sglang kernel scattered, 256 pages: to_host_of_pinned_copy": (0.7, "kernel_ratio", "higher"),
-        "targets of transfers that are missed": (2, "target", "lower"),
     }
 
 
-@pytest.mark.parametrize("parser", [attention, transfer, codec, arrangements])
-@pytest.mark.parametrize("broken", ["", "[1]", '{"results": []}', "{}", '{"results": [{}], "targets": []}'])
-def test_malformed_results_are_refused(parser, broken, tmp_path):
+@pytest.mark.parametrize("broken", ["", "[1]", '{"results": []}', "{}", '{"results": [1], "targets": []}'])
+def test_malformed_results_are_refused(broken, tmp_path):
     (tmp_path / "results.json").write_text(broken)
     with pytest.raises((ValueError, KeyError, TypeError)):
-        parser(tmp_path)
+        benchmark(tmp_path)

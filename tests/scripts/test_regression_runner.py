@@ -10,14 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from regression import processes
-from regression.environment import Machine
-from regression.parsers import junit, lines
-from regression.records import Measurement, write_measurements
-from regression.runner import Interrupted, Step, run_steps, signals_interrupt
+
+from scripts.kit import processes
+from scripts.kit.environment import Machine
+from scripts.kit.records import Measurement, write_measurements
+from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
+from scripts.servers.parsers import junit, lines
 
 MACHINE = Machine(modules=frozenset({"numpy"}))
 GOOD = Measurement("answer", 42.0, "s", "fact")
+UNMEASURED = json.dumps(Measurement("answer", None, "s", "fact", note="not run: no time left").to_json())
 
 
 def step(name, code, *, limit_s=20.0, parse=lines, **more):
@@ -71,6 +73,9 @@ def test_one_bad_step_does_not_stop_the_others(run):
         step("fails", "print('first'); sys.exit('no such kernel')"),
         step("garbage", "(folder / 'measurements.jsonl').write_text('{\"metric\": ')"),
         step("silent", "pass"),
+        step("empty", "(folder / 'measurements.jsonl').write_text('')"),
+        step("unmeasured", f"(folder / 'measurements.jsonl').write_text({UNMEASURED!r})"),
+        step("needs no measurement", "pass", parse=None),
         step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         step("hangs", "import time; time.sleep(600)", limit_s=1.0),
         Step("absent", "absent", ("/no/such/program",), 5, lines),
@@ -82,13 +87,16 @@ def test_one_bad_step_does_not_stop_the_others(run):
     assert "is not JSON" in said["garbage"][1]
     assert said["silent"][0] == "failed"
     assert "measurements.jsonl" in said["silent"][1]
+    assert said["empty"] == ("failed", "nothing was measured")
+    assert said["unmeasured"] == ("failed", "nothing was measured: not run: no time left")
+    assert said["needs no measurement"] == ("ok", "")
     assert said["killed"] == ("failed", "killed by SIGSEGV")
     assert said["hangs"] == ("timed out", "ended at its limit of 1 s")
     assert found["hangs"].seconds < 15
     assert "cannot start /no/such/program" in said["absent"][1]
     assert said["good"] == ("ok", "")
     assert found["good"].measurements == (GOOD,)
-    assert "[7/7] good ... " in run.said
+    assert "[10/10] good ... " in run.said
 
 
 @pytest.mark.parametrize(
@@ -151,8 +159,7 @@ SERVER = """
 @pytest.mark.parametrize("how", ["time.sleep(600)", "import os; os._exit(3)", "sys.exit(0)"])
 def test_servers_of_a_step_end_with_it(run, tmp_path, how):
     """However it ends: at its limit, by a crash, or by forgetting them."""
-    end = f"\n    (folder / 'measurements.jsonl').write_text('')\n    {how}\n"
-    found = run(step("one", SERVER + end, limit_s=4.0))["one"]
+    found = run(step("one", f"{SERVER}\n    {how}\n", limit_s=4.0, parse=None))["one"]
     pids = (tmp_path / "steps" / "one" / "pids").read_text().split()
     assert len(pids) == 2
     assert all(gone(int(pid)) for pid in pids)
@@ -162,7 +169,7 @@ def test_servers_of_a_step_end_with_it(run, tmp_path, how):
 
 
 def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
-    """A scheduler whose server has died has no known parent; its session tells which step it belongs to."""
+    """A scheduler whose server has died is adopted by the program that runs the steps."""
     code = """
         import subprocess, time
         inner = "import subprocess, sys, time; time.sleep(1.5); "
@@ -172,9 +179,8 @@ def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
         )
         (folder / 'pids').write_text(server.stdout.readline())
         server.wait()
-        (folder / 'measurements.jsonl').write_text('')
     """
-    found = run(step("one", code))["one"]
+    found = run(step("one", code, parse=None))["one"]
     pid = (tmp_path / "steps" / "one" / "pids").read_text()
     assert gone(int(pid))
     assert found.reason == "1 processes outlived it and were killed"
@@ -196,9 +202,8 @@ def test_children_that_end_slowly_are_waited_for(run, tmp_path, monkeypatch, sec
         (folder / 'pid').write_text(str(child.pid))
         time.sleep(1)  # the runner has seen it by then
         child.terminate()
-        (folder / 'measurements.jsonl').write_text('')
     """
-    found = run(step("one", code))["one"]
+    found = run(step("one", code, parse=None))["one"]
     assert gone(int((tmp_path / "steps" / "one" / "pid").read_text()))
     assert found.reason == ("" if seconds == 1 else "1 processes outlived it and were killed")
     assert found.status == ("ok" if seconds == 1 else "failed")
@@ -236,11 +241,7 @@ def test_steps_whose_needs_are_missing_are_skipped_with_the_reason(run):
 
 
 def test_minutes_for_all_together(run):
-    found = run(
-        step("long", "import time; time.sleep(600)", limit_s=300),
-        good("late"),
-        minutes=1.5 / 60,
-    )
+    found = run(step("long", "import time; time.sleep(600)", limit_s=300), good("late"), minutes=1.5 / 60)
     assert (found["long"].status, found["long"].reason) == ("timed out", "ended at the end of --minutes")
     assert found["late"].status == "skipped"
     assert "minutes were spent" in found["late"].reason

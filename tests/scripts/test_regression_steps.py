@@ -8,30 +8,27 @@ import sys
 from pathlib import Path
 
 import pytest
-from h100_regression import main
-from regression import environment
-from regression.durations import in_all, with_durations
-from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
-from regression.limits import LIMITS, SCORES
-from regression.parsers import lines
-from regression.questions import Hits, found_passkey, full_hit, passkey_prompt
-from regression.records import Run, StepRecord, read_run
-from regression.request import PARTS, Request
-from regression.runner import in_words
-from regression.serve import Asked
-from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
-from regression.steps import Options, all_steps, choose
+
+from scripts.h100_regression import main
+from scripts.kit import environment
+from scripts.kit.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
+from scripts.kit.records import read_run
+from scripts.kit.runner import in_words
+from scripts.servers.durations import in_all, with_durations
+from scripts.servers.limits import LIMITS, SCORES
+from scripts.servers.parsers import lines
+from scripts.servers.questions import Hits, found_passkey, full_hit, passkey_prompt
+from scripts.servers.request import PARTS, Request
+from scripts.servers.serve import Asked
+from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
+from scripts.servers.steps import Options, all_steps, choose
 
 EVERYTHING = Machine(
-    gpus=("NVIDIA H100 80GB HBM3",) * 2,
-    modules=frozenset(OPTIONAL_MODULES),
-    has_plugin=True,
-    has_fa3=True,
+    gpus=("NVIDIA H100 80GB HBM3",) * 2, modules=frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True
 )
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 NO_GPU = Machine(modules=EVERYTHING.modules, has_plugin=True)
-CORE = ["tests-codec", "tests-mla_decode", "tests-transfer", "canonical"]
-CORE += ["codec", "attention", "transfer", "arrangements"]
+CORE = ["tests-codec", "tests-mla_decode", "tests-transfer", "codec", "attention", "transfer"]
 
 
 def steps(machine=EVERYTHING, **options):
@@ -181,7 +178,7 @@ def test_a_real_checkpoint(checkpoint):
 @pytest.mark.parametrize(("name", "passed"), [("serve-v3-fp4", False), ("serve-v32-fp4", True)])
 def test_sparse_attention_may_answer_other_tokens_after_a_host_hit(name, passed, monkeypatch, tmp_path):
     found = Hits(30.0, 10.0, 20.0, device_share=1.0, host_share=1.0, same_tokens=0.9)
-    monkeypatch.setattr("regression.serve.wait_for_hits", lambda *_: found)
+    monkeypatch.setattr("scripts.servers.serve.wait_for_hits", lambda *_: found)
     Asked(request(steps()[name]), tmp_path).hits(None)
     said = {one.metric: one.passed for one in lines(tmp_path)}
     assert said["same tokens after a host hit as after a device hit"] is passed
@@ -214,8 +211,8 @@ def test_without_a_gpu_the_list_says_what_it_skips():
     found = steps(NO_GPU, on_gpu=False, layouts=("fp4",))
     here = [name for name, step in found.items() if not step.without]
     assert here == [
-        *("tests-canonical", "canonical", "codec-quick", "attention-quick", "transfer-quick"),
-        *("arrangements-quick", "serve-demo-stock", "serve-demo-bf16", "serve-demo-fp4"),
+        *("tests-canonical", "codec-quick", "attention-quick", "transfer-quick"),
+        *("serve-demo-stock", "serve-demo-bf16", "serve-demo-fp4"),
     ]
     skipped = {name for name, step in found.items() if step.without == "torch sees no GPU"}
     assert skipped >= {
@@ -240,20 +237,7 @@ def test_every_step_says_how_long_it_takes(machine, options):
         # A limit is clearly longer than the expected duration.
         assert step.without or 0 < 1.5 * step.expected_s < step.limit_s, step.name
     if options == {}:
-        assert in_all(found, on_gpu=True).startswith("84 steps, about 4 h 0 min in all (estimate)")
-
-
-def test_durations_of_an_older_run_are_preferred():
-    every = list(steps(core=True).values())
-    old = Run(
-        {},
-        {"codec": StepRecord("codec", "ok", "", 33.3), "attention": StepRecord("attention", "failed", "", 5)},
-    )
-    found = {step.name: step.expected_s for step in with_durations(every, on_gpu=True, old=old)}
-    assert (found["codec"], found["attention"]) == (33.3, 750)
-    assert in_all(every[:1], on_gpu=True, old=old) == (
-        "1 steps, about 0 s in all (as in the older run); --minutes ends a run earlier"
-    )
+        assert in_all(found, on_gpu=True).startswith("82 steps, about 3 h 59 min in all (estimate)")
 
 
 def test_the_list_shows_durations_and_no_limits(capsys):
@@ -261,7 +245,7 @@ def test_the_list_shows_durations_and_no_limits(capsys):
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert " 45 s  dry run of the attention benchmark" in lines["attention-quick"]
     assert "300 s" not in "".join(lines.values())
-    assert lines["6"] == "6 steps, about 4 min in all (on two cores); --minutes ends a run earlier"
+    assert lines["4"] == "4 steps, about 3 min in all (on two cores); --minutes ends a run earlier"
 
 
 @pytest.mark.parametrize(
@@ -304,19 +288,17 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     """As on a box with torch alone: a real step of --core, from another folder."""
     (tmp_path / "sitecustomize.py").write_text(HIDES)
     code = f"import sys, runpy; {DROPS}; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    argv = [ROOT / "scripts" / "h100_regression.py", "--core", "--only", "canonical", "--out", "results"]
+    argv = [ROOT / "scripts" / "h100_regression.py", "--core", "--only", "codec-quick", "--out", "results"]
     done = subprocess.run(
         [sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\[1/1\] canonical, about .* \.\.\. ", done.stdout)
+    assert re.search(r"\[1/1\] codec-quick, about .* \.\.\. ", done.stdout)
     found = read_run(tmp_path / "results" / "results.jsonl")
     assert "sglang" not in found.facts["modules"]
     assert "torch" in found.facts["versions"]
-    assert [len(found.steps), found.steps["canonical"].status, found.is_complete] == [1, "ok", True]
-    wrong = [one for one in found.steps["canonical"].measurements if one.unit == "bytes"]
-    assert len(wrong) == len(LAYOUTS) * len(ARRANGEMENTS) ** 2
+    assert [len(found.steps), found.steps["codec-quick"].status, found.is_complete] == [1, "ok", True]
     # A second run does not write to the same folder.
     again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert again.returncode == 2
@@ -329,7 +311,7 @@ def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, read):
         ROOT / "scripts" / "h100_regression.py",
         "--core",
         "--only",
-        "canonical",
+        "codec-quick",
         "--out",
         tmp_path / "results",
     ]
@@ -341,7 +323,7 @@ def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, read):
         run.stdout.close()
         assert run.wait(300) == 0
     found = read_run(tmp_path / "results" / "results.jsonl")
-    assert [found.steps["canonical"].status, found.is_complete] == ["ok", True]
+    assert [found.steps["codec-quick"].status, found.is_complete] == ["ok", True]
 
 
 def test_gpu_tests_of_core_import_without_sglang():

@@ -1,8 +1,9 @@
-"""The census of `scripts/soak.py` over a host pool with free, used, leaked and lost pages."""
+"""The census of `scripts.soak` over a host pool with free, used, leaked and lost pages."""
 
 import torch
 from host_tier import device_pool, host_pool
-from soak_in_server import census
+
+from scripts.soak.in_server import census
 
 PAGE = 4
 

@@ -1,13 +1,13 @@
-"""What `scripts/soak.py` does around its servers: prompts, arguments, tolerances, a report in every case."""
+"""What `scripts.soak` does around its servers: prompts, arguments, tolerances, a report in every case."""
 
 import json
 
 import pytest
-import soak
-import soak_leg
-import soak_prompts
-import soak_servers
 
+from scripts.soak import __main__ as soak
+from scripts.soak import leg as soak_leg
+from scripts.soak import prompts as soak_prompts
+from scripts.soak import servers as soak_servers
 from sgl_kvpool import env
 from sgl_kvpool.demo.server import ServerFailed
 

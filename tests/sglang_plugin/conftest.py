@@ -16,7 +16,7 @@ def launcher(tmp_path_factory):
     environment = {name: v for name, v in os.environ.items() if not any(word in name for word in ours)}
     # The first SGLang module that loads plugins.
     folder = tmp_path_factory.mktemp("launcher")
-    with forks.after_importing("sglang.srt.plugins", output=folder, environment=environment) as process:
+    with forks.Forks("sglang.srt.plugins", output=folder, environment=environment) as process:
         process.environment = environment
         yield process
 
@@ -86,7 +86,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def resolve(monkeypatch):
-    """`resolve(model, *argv)`: the resolved ServerArgs of `sglang.launch_server`, before processes start."""
+    """`resolve(model, *argv)`: the resolved ServerArgs of `sglang serve`, before processes start."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
     for name in (
         "KV_CACHE_LAYOUT",

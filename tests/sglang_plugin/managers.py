@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from codec_oracle import ROW_BYTES
 from host_tier import LAYERS, device_pool
 
 from sgl_kvpool.demo.server import free_port
 
 #: The string of each layout, fixed byte for byte because servers of other releases read it.
 STRINGS = {
+    **{name: f"bfloat16+kvpool:{name}-r512-p64-b{size}-v1" for name, size in ROW_BYTES.items()},
     "bf16": "bfloat16",
     "fp8": "fp8_e4m3+kvpool:fp8-r512-p64-b576-v1",
     "fp8_block_scale": "bfloat16+kvpool:fp8_block_scale-r512-p64-b656-v1",
@@ -64,13 +66,12 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
     from sglang.srt.server_args import ServerArgs
 
+    from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.sglang_plugin import options as record
-    from sgl_kvpool.sglang_plugin.hooks import disaggregation, peer_mismatch
     from sgl_kvpool.sglang_plugin.options import LAYOUT
 
     monkeypatch.setattr(record, "_requested", set())
-    disaggregation.install()
-    peer_mismatch.install()
+    hook_groups.apply(hook_groups.named("disaggregation"))
     classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}
     for module in (prefill, decode):
         # The engines' own classes need their library and a network card.

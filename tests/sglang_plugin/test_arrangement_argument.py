@@ -1,6 +1,6 @@
 """`--kv-cache-arrangement`: the ways to request it, and what is refused.
 
-A2 is an item of the vLLM checklist of tests/memory.
+A2 is an item of the vLLM checklist of tests/connectors.
 """
 
 import copy
@@ -82,7 +82,7 @@ def test_flag_against_environment(arranged, monkeypatch, written):
 @pytest.mark.parametrize("name", ["head_major", "nhd"])
 def test_unknown_names(arranged, monkeypatch, name):
     text = "is not a KV cache arrangement.*: auto, layer_major, token_major, page_major$"
-    with pytest.raises(ValueError, match=f"^--kv-cache-arrangement {name} {text}"):
+    with pytest.raises(ValueError, match=f"^--kv-cache-arrangement '{name}' {text}"):
         arranged(name)
     monkeypatch.setenv(ENV, name)
     with pytest.raises(ValueError, match=f"^{ENV}='{name}' {text}"):

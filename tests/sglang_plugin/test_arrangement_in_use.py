@@ -1,11 +1,17 @@
 """The pool that a scheduler builds in an arrangement, and what log and server info say about it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from codec_oracle import ROW_BYTES
+from shown import SHOWN
 
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.sglang_plugin.options import OPTIONS
+
+NAMES = [option.name for option in OPTIONS]
 
 
 @pytest.fixture
@@ -36,10 +42,8 @@ def built(published, arranged, monkeypatch):
         bound = pools._resolve_kv_pool_class(
             lambda self, *, kind, default: default, kvc, kind="mla", default=MLATokenToKVPool
         )
-        pool = bound(
-            *(12, 4, torch.bfloat16, 512, 64, 3, "cpu", False),
-            **({"kv_cache_arrangement": other} if other else {}),
-        )
+        changed = {"options": replace(bound.keywords["options"], arrangement=other)} if other else {}
+        pool = bound(12, 4, torch.bfloat16, 512, 64, 3, "cpu", False, **changed)
         lines = []
         # Not caplog: SGLang replaces all log handlers when it resolves arguments.
         monkeypatch.setattr(pools.logger, "info", lambda text, *values: lines.append(text % values))
@@ -50,13 +54,13 @@ def built(published, arranged, monkeypatch):
     return build
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", [layout for layout, dtype in SHOWN.items() if dtype == "bfloat16"])
 @pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
 def test_the_pool_has_the_arrangement(built, arrangement, layout):
     pool, line = built(arrangement, layout=layout, backends=("kvpool_mla", "kvpool_mla"))
     assert pool.kv_cache_arrangement is KVArrangement(arrangement)
     assert pool.kv_cache_layout == layout
-    assert pool.get_kv_size_bytes() == 16 * 3 * {"bf16": 1152, "fp4": 416, "fp4_fp8_rope": 352}[layout]
+    assert pool.get_kv_size_bytes() == 16 * 3 * ROW_BYTES[layout]
     assert line.endswith(f" GB, arrangement {arrangement}")
 
 
@@ -97,19 +101,36 @@ def test_a_pool_of_another_arrangement_is_noticed(built):
 # -------------------------------------------------------------------- server info
 
 
+def described(args):
+    """SGLang's `/server_info` of a process that has no hooks, as a `--tokenizer-worker-num` process."""
+    from sglang.srt.entrypoints.engine import SchedulerInitResult
+    from sglang.srt.utils.common import build_server_info
+
+    from sgl_kvpool.sglang_plugin.hooks import launching
+
+    reported = []
+    launched = SchedulerInitResult(
+        scheduler_infos=reported,
+        wait_for_ready=lambda: reported.extend({"status": "ready"} for _ in range(2)),
+    )
+    launching._describe_when_ready(launched, args)
+    launched.wait_for_ready()
+    one, other = (build_server_info(args, info) for info in reported)
+    assert one == other
+    return {name: value for name, value in one.items() if name in ("status", *NAMES)}
+
+
 @pytest.mark.parametrize(("arrangement", "said"), [(None, "layer_major"), ("token_major", "token_major")])
 def test_server_info(arranged, arrangement, said):
-    from sgl_kvpool.sglang_plugin.hooks.launching import _get_server_info, build_server_info
+    from sgl_kvpool.sglang_plugin.hooks.pools import _build_server_info
 
     args = arranged(arrangement)
-    engine = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
-    wanted = {"version": 1, "kv_cache_layout": "bf16", "kv_cache_arrangement": said}
-    assert build_server_info(lambda args, info: {"version": 1}, args, {}) == wanted
-    assert _get_server_info(lambda self: {"version": 1}, engine) == wanted
+    wanted = {"kv_cache_layout": "bf16", "kv_cache_arrangement": said}
+    assert described(args) == {"status": "ready", **wanted}
+    # SGLang's Rust server describes itself in a scheduler.
+    assert _build_server_info(lambda args, info: {"version": 1}, args, {}) == {"version": 1, **wanted}
 
 
 def test_server_info_without_a_layout(resolve, checkpoints):
-    from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
-
     args = resolve(checkpoints["mla"], "--kv-cache-arrangement", "auto")
-    assert build_server_info(lambda args, info: {"version": 1}, args, {}) == {"version": 1}
+    assert described(args) == {"status": "ready"}

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from codec_oracle import ROW_BYTES
 from configurators import configurator as make_configurator
 from configurators import drafting
 
 LAYERS = 3
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 #: 32768 decoded rows of 576 float32 values: the workspace of attention on a CPU.
 WORKSPACE = 32768 * 576 * 4
 
@@ -250,8 +250,8 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
 
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
-    from sgl_kvpool.srt.host.state_view import StateView
-    from sgl_kvpool.transfer import page_buffer
+    from sgl_kvpool.srt.host.states import StateView
+    from sgl_kvpool.transfer import gpu_engine
 
     args = resolve(
         checkpoints[model], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache",
@@ -267,7 +267,7 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     assert view.largest_part_bytes == max(part_bytes)
 
     charged = []
-    monkeypatch.setattr(page_buffer, "staged_state_bytes", lambda *sizes: charged.append(sizes) or sizes[0])
+    monkeypatch.setattr(gpu_engine, "staged_state_bytes", lambda *sizes: charged.append(sizes) or sizes[0])
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     kvc = Namespace(
         server_args=args, model_config=model_config, is_draft_worker=False, mambaish_config=config,
@@ -292,18 +292,18 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
 
     from sgl_kvpool.attention.decode import workspace_bytes
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.hooks import workspaces
+    from sgl_kvpool.sglang_plugin.hooks import budget
     from sgl_kvpool.srt.attention import decode_verify
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
     config = overrides.model_config_of(args)
     kvc = Namespace(server_args=args, model_config=config)
     fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
-    assert workspaces.attention_workspace_bytes(kvc, fmt) == WORKSPACE  # on a CPU
+    assert budget.attention_workspace_bytes(kvc, fmt) == WORKSPACE  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
     monkeypatch.setattr(decode_verify, "sm_count_of", lambda device: 132)
-    found = workspaces.attention_workspace_bytes(kvc, fmt) - 65536 * 576 * 2
+    found = budget.attention_workspace_bytes(kvc, fmt) - 65536 * 576 * 2
     heads = config.num_attention_heads
     for queries in range(1, (draft_tokens or 1) + 1):
         for requests in (1, 7, 66, 67, 500):

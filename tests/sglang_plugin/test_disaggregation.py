@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from codec_oracle import NARROW
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
 from managers import STRINGS, pool_of
 from shown import SHOWN
@@ -61,7 +62,7 @@ def unhooked(peer, bootstrap):
     return inspect.unwrap(type(peer).try_ensure_parallel_info)(peer, bootstrap)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", NARROW)
 def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
     """With SGLang's own text, when the decode server has no plugin."""
     stock = device_pool("bf16")
@@ -73,7 +74,7 @@ def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", NARROW)
 def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
     manager_of("prefill", device_pool("bf16"), layout=None)
     text = rf"stores SGLang's own rows \(bfloat16\), and this decode server stores rows of layout {layout} \("

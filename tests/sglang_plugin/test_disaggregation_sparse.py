@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+from codec_oracle import OURS_ALONE
 from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
 from host_tier import LAYERS, LAYOUTS
 from managers import STRINGS, pool_of
@@ -42,7 +43,7 @@ def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, d
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
     """A stock server says `fp8_e4m3` for raw and for scaled rows, so neither is accepted as ours."""
-    stock = stock_pool("bf16" if layout in ("bf16", "fp4", "fp4_fp8_rope") else layout)
+    stock = stock_pool("bf16" if layout in OURS_ALONE else layout)
     manager_of("prefill", stock, layout=None)
     peer = manager_of("decode", pool_of(layout, make=dsa_pool))
     if layout == "bf16":

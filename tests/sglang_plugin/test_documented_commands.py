@@ -1,10 +1,11 @@
 """Commands and numbers of the pages: SGLang accepts the server commands, byte counts are those of the rows.
 
-Every `python -m sglang.launch_server` of a fenced block is resolved with a small model's configuration, with
+Every `sglang serve` of a fenced block is resolved with a small model's configuration, with
 this machine's answers changed to those of a Hopper GPU. This shows only that the arguments exist and are
 compatible.
 """
 
+import re
 import shlex
 from pathlib import Path
 
@@ -12,35 +13,37 @@ import pytest
 from fences import blocks
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.srt.host.page_format import HostPageFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-#: The checkpoint used for MODEL, for pages of models other than dense MLA.
-MODELS = {"sparse.md": "dsa", "hybrid.md": "kda"}
-SCALING = (ROOT / "docs" / "scaling.md").read_text()
+#: The checkpoint used for MODEL, for sections of models other than dense MLA.
+MODELS = {"Sparse attention": "dsa", "Hybrid models": "kda"}
+TRANSFER = (ROOT / "docs" / "transfer.md").read_text()
 
 
 def commands():
-    """Server commands of all pages as (page, environment, arguments), except commands with an ellipsis."""
+    """Server commands as (page, section, environment, arguments), except commands with an ellipsis."""
     for page in PAGES:
-        for _, block in blocks(page.read_text()):
+        parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        for section, block in ((part.partition("\n")[0], text) for part in parts for _, text in blocks(part)):
             for line in block.replace("\\\n", " ").splitlines():
-                if "sglang.launch_server" not in line or " ... " in line:
+                if "sglang serve " not in line or " ... " in line:
                     continue
                 words = shlex.split(line, comments=True)
-                assignments = [word for word in words[: words.index("python")] if "=" in word]
+                assignments = [word for word in words[: words.index("sglang")] if "=" in word]
                 environment = dict(word.split("=", 1) for word in assignments)
-                yield page.name, environment, words[words.index("sglang.launch_server") + 1 :]
+                yield page.name, section, environment, words[words.index("sglang") + 2 :]
 
 
 COMMANDS = list(commands())
 
 
 @pytest.mark.parametrize(
-    ("page", "environment", "argv"), COMMANDS, ids=[f"{c[0]}-{i}" for i, c in enumerate(COMMANDS)]
+    ("_", "section", "environment", "argv"), COMMANDS, ids=[f"{c[0]}-{i}" for i, c in enumerate(COMMANDS)]
 )
-def test_servers_take_their_arguments(resolve, checkpoints, monkeypatch, page, environment, argv):
+def test_servers_take_their_arguments(resolve, checkpoints, monkeypatch, _, section, environment, argv):
     import torch
     from sglang.srt.arg_groups import mamba_hook
 
@@ -51,13 +54,14 @@ def test_servers_take_their_arguments(resolve, checkpoints, monkeypatch, page, e
     at = argv.index("--model-path")
     assert argv[at + 1] == "MODEL"
     rest = argv[:at] + argv[at + 2 :]
-    resolve(checkpoints[MODELS.get(page, "mla")], *rest, device="cuda")
+    resolve(checkpoints[MODELS.get(section, "mla")], *rest, device="cuda")
 
 
 def test_there_are_commands():
-    pages = [page for page, _, _ in COMMANDS]
-    assert pages.count("scaling.md") >= 8
-    assert {"README.md", "sparse.md", "hybrid.md"} <= set(pages)
+    pages = [command[0] for command in COMMANDS]
+    assert pages.count("transfer.md") >= 6
+    assert {"README.md", "operating.md"} <= set(pages)
+    assert MODELS.keys() <= {command[1] for command in COMMANDS}
 
 
 def test_mooncakes_environment_and_argument_agree(monkeypatch):
@@ -67,11 +71,11 @@ def test_mooncakes_environment_and_argument_agree(monkeypatch):
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStoreConfig
 
     flag = "--hicache-storage-backend"
-    stores = [command for command in COMMANDS if command[0] == "scaling.md" and flag in command[2]]
+    stores = [command for command in COMMANDS if command[0] == "transfer.md" and flag in command[3]]
     from_environment, from_argument = stores
-    for name, value in from_environment[1].items():
+    for name, value in from_environment[2].items():
         monkeypatch.setenv(name, value)
-    extra = json.loads(from_argument[2][from_argument[2].index(f"{flag}-extra-config") + 1])
+    extra = json.loads(from_argument[3][from_argument[3].index(f"{flag}-extra-config") + 1])
     assert MooncakeStoreConfig.load_from_env() == MooncakeStoreConfig.load_from_extra_config(extra)
 
 
@@ -80,7 +84,7 @@ def test_mooncakes_environment_and_argument_agree(monkeypatch):
 
 def lines_of(name):
     """Cells of the table between the two comments of this name, by layout."""
-    table = SCALING.split(f"<!-- {name} -->")[1].split(f"<!-- end of {name} -->")[0]
+    table = TRANSFER.split(f"<!-- {name} -->")[1].split(f"<!-- end of {name} -->")[0]
     rows = [line.strip("|").split("|") for line in table.split("\n") if line.startswith("| `")]
     return {cells[0].strip().strip("`"): [cell.strip() for cell in cells[1:]] for cells in rows}
 
@@ -97,20 +101,27 @@ INDEX_KEY_BYTES = 128 + 4
 def test_bytes_per_token(layout):
     row = row_bytes(layout)
     sparse = 61 * (row_bytes(layout, is_dsa=True) + INDEX_KEY_BYTES)
-    expected = [61 * row, 62 * row, sparse, 7 * row, f"{row / row_bytes('bf16'):.2f}"]
+    token = 61 * row
+    expected = [token, 62 * row, sparse, 7 * row, f"{row / row_bytes('bf16'):.2f}"]
+    expected += [f"{131072 * token / 1e9:.2f}", f"{1e12 / token / 1e6:.1f}"]
     assert lines_of("bytes per token")[layout.value] == [str(cell) for cell in expected]
 
 
-@pytest.mark.parametrize("layout", MLAKVCacheLayout)
-def test_bytes_per_prompt(layout):
-    token = 61 * row_bytes(layout)
-    expected = [
-        f"{64 * token / 1e6:.2f}",
-        f"{32768 * token / 1e9:.2f}",
-        f"{131072 * token / 1e9:.2f}",
-        f"{1e12 / token / 1e6:.1f}",
-    ]
-    assert lines_of("bytes per prompt")[layout.value] == expected
+def test_bytes_of_a_host_page():
+    """61 layers of 64 tokens, with padding and checksum."""
+    (line,) = (
+        line for line in TRANSFER.splitlines() if line.startswith("| 61 layers (DeepSeek-V3), bytes |")
+    )
+    formats = [HostPageFormat.of_rows(61 * 64 * row_bytes(layout), 64) for layout in MLAKVCacheLayout]
+    assert [int(cell) for cell in re.findall(r"(\d{6,})", line)] == [one.size_bytes for one in formats]
+
+
+def test_tokens_of_a_shared_host_tier():
+    """1000 GB, a copy for each of eight ranks, one copy, and one copy of `fp4`."""
+    (line,) = re.findall(r"^\| tokens of `bf16` rows \|.*", TRANSFER, re.MULTILINE)
+    each, one = (HostPageFormat.of_rows(61 * 64 * row_bytes(name), 64).size_bytes for name in ("bf16", "fp4"))
+    tokens = [64e12 / 8 / each, 64e12 / each, 64e12 / one]
+    assert re.findall(r"([\d.]+) million", line) == [f"{number / 1e6:.3g}" for number in tokens]
 
 
 def test_index_keys_are_of_sglangs_size():

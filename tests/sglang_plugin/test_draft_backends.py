@@ -124,14 +124,16 @@ def test_targets():
 
 
 def test_names_are_added_in_place_and_once(published):
-    from sgl_kvpool.sglang_plugin import hook_points, point_lists
+    from sgl_kvpool.sglang_plugin import hook_groups, hook_points
 
     before = attention.name_lists()
     old = [list(names) for names in before]
     try:
         for names in before:
             names[:] = [name for name in names if name != OURS]
-        lists = [point for point in point_lists.ATTENTION if point.added and "FORWARD_ABSORB" in point.target]
+        (group,) = hook_groups.named("dense MLA on CUDA")
+        points = group.declared.points.values()
+        lists = [point for point in points if point.added and "FORWARD_ABSORB" in point.target]
         assert hook_points.check(lists) == []
         assert hook_points.check(lists, applied=True) == [f"{lists[0].target}: has no {OURS}"]
         attention.register_names()

@@ -130,7 +130,7 @@ def test_bytes_of_a_token(sized, name, token_bytes):
     ("name", "message"),
     [
         ("sparse by itself", "LlamaForCausalLMEagle3, the draft model, does not use multi-head latent"),
-        ("sparse, rows by another", "--speculative-draft-attention-backend fa3 does not compute the sparse"),
+        ("sparse, rows by another", "--speculative-draft-attention-backend fa3 cannot compute the sparse"),
     ],
 )
 def test_refused_drafts_of_sparse_targets(sized, name, message):

@@ -6,7 +6,6 @@ The resolution reads only the GPU's compute capability, which tests set to that 
 import pytest
 from shown import SHOWN_SPARSE as SHOWN
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 #: Prefill and decode backend on Hopper if neither is named: SGLang's choice, and ours for `fp4`.
 CHOSEN = {
     "bf16": ("flashmla_sparse", "fa3"),
@@ -60,6 +59,8 @@ def test_choice(serve, layout, argv, expected):
         ("fp8_block_scale", ("triton_sparse_mla", "flashmla_kv"), ()),
         ("fp8_block_scale", ("flashmla_auto", "flashmla_kv"), ()),
         ("fp8_block_scale", None, ("--kv-cache-dtype", "fp8_e4m3")),
+        # What SGLang is shown for a dense model: one rule for every model.
+        ("fp8_block_scale", None, ("--kv-cache-dtype", "bfloat16")),
         ("fp4", None, ("--enable-mixed-chunk",)),
         ("fp4", ("flashmla_sparse", "flashmla_sparse"), ()),
         ("fp4", None, ("--attention-backend", "dsa")),
@@ -91,7 +92,7 @@ REFUSED = [
     (
         "fp8",
         (),
-        "prefill flashmla_kv cannot read rows of KV cache layout fp8; use --dsa-prefill-backend til",
+        "prefill flashmla_kv cannot read rows of KV cache layout fp8; use --kv-cache-layout fp8_block_scale,",
     ),
     ("fp8", pair("flashmla_sparse", "trtllm"), "prefill flashmla_sparse cannot read"),
     ("fp8", pair("trtllm", "flashmla_kv"), "decode flashmla_kv cannot read"),
@@ -106,20 +107,32 @@ REFUSED = [
         "in EXTEND batches only, and this one is MIXED; leave out .*--enable-mixed-chunk",
     ),
     ("fp4", pair("flashmla_sparse", "fa3"), "--dsa-decode-backend fa3 cannot read"),
-    ("fp4", pair("flashmla_kv", "flashmla_kv"), "--dsa-prefill-backend flashmla_kv cannot read"),
+    (
+        "fp4",
+        pair("flashmla_kv", "flashmla_kv"),
+        "--dsa-decode-backend flashmla_kv cannot read .*; leave them",
+    ),
     ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
     ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
     # SGLang's backend for sparse attention is not used.
     (
         "bf16",
         ("--attention-backend", "fa3"),
-        "--attention-backend fa3 does not compute .*; leave it out, and",
+        "--attention-backend fa3 cannot compute .*; leave it out, and",
     ),
-    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not compute the"),
-    ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer does not"),
+    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla cannot compute the"),
+    ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer cannot"),
     ("fp4", ("--kv-cache-arrangement", "token_major"), "--kv-cache-arrangement token_major does not work"),
-    ("fp4", ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 contradicts .*fp4: auto, bfloat16"),
-    ("fp8_block_scale", ("--kv-cache-dtype", "bfloat16"), "contradicts .*fp8_block_scale: auto, fp8_e4m3"),
+    (
+        "fp4",
+        ("--kv-cache-dtype", "fp8_e4m3"),
+        "--kv-cache-dtype 'fp8_e4m3' contradicts .*fp4: auto, bf",
+    ),
+    (
+        "fp8_block_scale",
+        ("--kv-cache-dtype", "fp8_e5m2"),
+        "contradicts .*_scale: auto, bfloat16, bf16, fp",
+    ),
     ("fp4", ("--enable-hisparse",), "--enable-hisparse"),
 ]
 
@@ -164,7 +177,7 @@ def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serv
     path, backend = "--speculative-draft-model-path", "--speculative-draft-attention-backend"
     argv = ("--speculative-algorithm", "EAGLE", backend, "fa3")
     for same in ((), (path, checkpoints["dsa"]), (path, checkpoints["dsa"] + "/../dsa/")):
-        with pytest.raises(ValueError, match=f"^{backend} fa3 does not compute the sparse attention"):
+        with pytest.raises(ValueError, match=f"^{backend} fa3 cannot compute the sparse attention"):
             serve("fp4", *argv, *same)
     # Another checkpoint: its attention is known when its pool is built.
     serve("fp4", *argv, path, checkpoints["dsa3"])
@@ -181,9 +194,7 @@ def test_names_of_other_hardware(serve, monkeypatch):
 
 def test_one_phase_named(serve):
     """For the other phase, SGLang selects a backend for dense attention."""
-    with pytest.raises(
-        ValueError, match=r"the decode attention backend, \w+, does not compute .*leave out --"
-    ):
+    with pytest.raises(ValueError, match=r"the decode attention backend, \w+, cannot compute .*leave out --"):
         serve("bf16", "--prefill-attention-backend", "dsa")
 
 

@@ -19,7 +19,7 @@ def scheduler(tmp_path_factory, launcher):
     """Like `launcher`, after the imports of a scheduler's process."""
     modules = ("sglang.srt.managers.scheduler", "sglang.srt.plugins")
     folder = tmp_path_factory.mktemp("scheduler")
-    with forks.after_importing(*modules, output=folder, environment=launcher.environment) as process:
+    with forks.Forks(*modules, output=folder, environment=launcher.environment) as process:
         yield process
 
 
@@ -57,28 +57,9 @@ def test_all_hook_points_hold_in_this_sglang():
     assert "all hook points hold" in done.stdout
 
 
-def test_every_hooked_point_has_its_hook():
-    """The targets in the `HOOKS` mappings of a group's modules are exactly those that it calls hooked."""
-    from importlib import import_module
-
-    from sgl_kvpool.sglang_plugin import hook_groups, point_lists
-    from sgl_kvpool.sglang_plugin.hooks import server_args
-
-    applied = set()
-    for group in hook_groups.GROUPS:
-        modules = group.source_modules[: len(group.hooks)]
-        targets = [t for name in modules for t in getattr(import_module(name), "HOOKS", ())]
-        assert len(targets) == len(set(targets))
-        assert {point.target for point in group.listed if point.hooked} == set(targets), group.name
-        applied |= set(modules)
-    hooks = ROOT / "sgl_kvpool" / "sglang_plugin" / "hooks"
-    with_hooks = {path.stem for path in hooks.glob("*.py") if "def install(" in path.read_text()}
-    assert {name.rpartition(".")[2] for name in applied} == with_hooks | {"startup"}
-    assert tuple(server_args.STEPS) == point_lists.STEPS
-
-
 def test_check_names_what_differs():
-    from sgl_kvpool.sglang_plugin.hook_points import HookPoint, check
+    from sgl_kvpool.sglang_plugin.hook_points import check
+    from sgl_kvpool.sglang_plugin.registry import HookPoint
 
     problems = check(
         [
@@ -97,7 +78,8 @@ def test_check_names_what_differs():
 
 
 def test_a_hook_that_was_not_applied_is_noticed():
-    from sgl_kvpool.sglang_plugin.hook_points import HookPoint, check
+    from sgl_kvpool.sglang_plugin.hook_points import check
+    from sgl_kvpool.sglang_plugin.registry import HookPoint
 
     point = HookPoint("sglang.srt.server_args.ServerArgs.check_server_args")
     assert check([point]) == []
@@ -186,7 +168,8 @@ def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_schedule
 
 
 def test_a_step_or_field_that_is_gone_is_named():
-    from sgl_kvpool.sglang_plugin.hook_points import HookPoint, check
+    from sgl_kvpool.sglang_plugin.hook_points import check
+    from sgl_kvpool.sglang_plugin.registry import HookPoint
 
     steps = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
     assert check([HookPoint(steps, hooked=False, members=("handle_hicache", "gone", "left"))]) == [
@@ -202,8 +185,9 @@ def test_every_argument_that_is_read_is_a_checked_field():
     """
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.point_lists import FIELDS
+    from sgl_kvpool.sglang_plugin.hook_groups import ARGUMENTS
 
+    fields = ARGUMENTS.declared.points["sglang.srt.server_args.ServerArgs._NS_BY_FIELD"].members
     found = set()
     for floor in ("sglang_plugin", "srt"):
         for module in (ROOT / "sgl_kvpool" / floor).rglob("*.py"):
@@ -211,9 +195,9 @@ def test_every_argument_that_is_read_is_a_checked_field():
                 match node:
                     case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
                         found.add(name)
-    # Of tensors and configurations, of SGLang's pools, of a hybrid's backend and of a draft's worker.
-    others = {"dtype", "enable_memory_saver", "linear_attn_backend", "speculative_num_steps"}
-    assert (found & {*ServerArgs._NS_BY_FIELD}) - {*FIELDS} == others
+    # Of tensors and configurations, of a hybrid's backend, of a plan of drafts and of a draft's worker.
+    others = {"dtype", "linear_attn_backend", "sidecar", "speculative_num_steps"}
+    assert (found & {*ServerArgs._NS_BY_FIELD}) - {*fields} == others
 
 
 @pytest.mark.parametrize(
@@ -264,8 +248,8 @@ def test_auto_is_not_asking_for_a_layout(run, other_sglang):
 HOOKED = (
     "from sgl_kvpool.sglang_plugin.hook_groups import GROUPS;"
     "from sgl_kvpool.sglang_plugin.hook_points import check;"
-    "n = {g.name: (len(check(g.listed, applied=True)), sum(p.hooked or bool(p.added) for p in g.listed))"
-    " for g in GROUPS};"
+    "d = {g.name: g.declared.points.values() for g in GROUPS};"
+    "n = {g: (len(check(p, applied=True)), sum(o.hooked or bool(o.added) for o in p)) for g, p in d.items()};"
     "print([g for g, (bad, of) in n.items() if of and not bad],"
     " [g for g, (bad, of) in n.items() if 0 < bad < of])"
 )
@@ -278,9 +262,9 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['arguments'] []\n"
     done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, dense MLA on a CPU, host tier")
-    # Both attention groups register the same; the launcher's description of a server is hooked here too.
+    # Both attention groups register the same.
     attention = "'dense MLA on a CPU', 'dense MLA on CUDA'"
-    assert done.stdout == f"['arguments', 'pools', {attention}, 'host tier'] ['launcher']\n", done.stderr
+    assert done.stdout == f"['arguments', 'pools', {attention}, 'host tier'] []\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
     assert done.stdout == "['arguments', 'sparse attention'] []\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
@@ -305,7 +289,7 @@ def test_a_scheduler_without_a_launchers_hook_groups_hooks_the_pools(run_in_sche
     """Its server's arguments were resolved before plugins were loaded."""
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code, KVPOOL_KV_CACHE_LAYOUT="fp4")
-    assert done.stdout == "['arguments', 'pools'] ['launcher']\n", done.stderr
+    assert done.stdout == "['arguments', 'pools'] []\n", done.stderr
 
 
 def test_a_hook_group_that_is_not_known_stops_a_scheduler(run_in_scheduler):

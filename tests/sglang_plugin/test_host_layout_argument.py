@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from codec_oracle import HOST_LAYOUTS, ROW_BYTES
 
 HICACHE = "--enable-hierarchical-cache"
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
-HOST_LAYOUTS = ["same", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 
 
 def options(args):
@@ -15,14 +14,14 @@ def options(args):
     return found.layout, found.engine
 
 
-@pytest.mark.parametrize("host", HOST_LAYOUTS)
+@pytest.mark.parametrize("host", ["same", *HOST_LAYOUTS])
 @pytest.mark.parametrize("layout", ROW_BYTES)
 def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
     narrower = host in ("same", layout) or ROW_BYTES[host] < ROW_BYTES[layout]
     if narrower:
         assert options(arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)) == (host, "auto")
         return
-    able = ["same", *(h for h in HOST_LAYOUTS[1:] if ROW_BYTES[h] < ROW_BYTES[layout])]
+    able = ["same", *(h for h in HOST_LAYOUTS if ROW_BYTES[h] < ROW_BYTES[layout])]
     remedy = "use same" if len(able) == 1 else f"use one of: {', '.join(able)}"
     text = (
         f"^--kv-host-layout {host} does not work: its rows have {ROW_BYTES[host]} bytes, those of layout "
@@ -35,7 +34,7 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
 def test_the_geometry_decides(resolve, checkpoints):
     """With a latent of 256, fp8_block_scale rows have 400 bytes and fp8 rows 320."""
     argv = ["--kv-cache-layout", "fp8", HICACHE, "--kv-host-layout"]
-    with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*: same, fp4, fp4_fp8_rope$"):
+    with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*: same, .*fp4, "):
         resolve(checkpoints["rank256"], *argv, "fp8_block_scale")
     assert options(resolve(checkpoints["rank256"], *argv, "fp4")) == ("fp4", "auto")
 
@@ -92,12 +91,12 @@ def test_the_copy_engine_does_not_encode():
 
 
 def test_what_the_server_says_of_itself(arranged):
-    from sgl_kvpool.sglang_plugin.hooks.launching import _in_use
+    from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
 
     args = arranged(None, HICACHE, "--kv-host-layout", "fp4", layout="bf16")
-    assert _in_use(args)["kv_host_layout"] == "fp4"
-    assert _in_use(arranged(None, HICACHE, layout="fp8"))["kv_host_layout"] == "fp8"
-    assert "kv_host_layout" not in _in_use(arranged(None, layout="fp8"))
+    assert layout_info(args)["kv_host_layout"] == "fp4"
+    assert layout_info(arranged(None, HICACHE, layout="fp8"))["kv_host_layout"] == "fp8"
+    assert "kv_host_layout" not in layout_info(arranged(None, layout="fp8"))
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def takes_our_pool(args, layout):
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.sglang_plugin.options import host_tier_of
 
-    return host_tier_of(args).takes(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, "cuda")
+    return host_tier_of(args).serves(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, "cuda")
 
 
 @pytest.mark.parametrize("name", NOT_PACKED)
@@ -220,9 +220,10 @@ def test_environment_and_configuration_file(arranged, monkeypatch, tmp_path):
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, "--config", str(config))) == "rank"
 
 
-def test_it_needs_a_host_tier(arranged):
-    with pytest.raises(ValueError, match="--kv-host-sharing node .* does nothing without --enable-hier"):
-        arranged(None, *TWO_RANKS, "--kv-host-sharing", "node")
+@pytest.mark.parametrize("value", ["node", "rank"])
+def test_it_needs_a_host_tier(arranged, value):
+    with pytest.raises(ValueError, match=f"--kv-host-sharing {value} .* does nothing without --enable-hier"):
+        arranged(None, *TWO_RANKS, "--kv-host-sharing", value)
 
 
 def test_on_a_gpu_sharing_takes_our_host_pool(arranged):
@@ -232,5 +233,5 @@ def test_on_a_gpu_sharing_takes_our_host_pool(arranged):
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     asked = MLAKVCacheLayout.BF16, KVArrangement.LAYER_MAJOR, "cuda"
-    assert not HostTierOptions().takes(*asked)
-    assert HostTierOptions(sharing="node").takes(*asked)
+    assert not HostTierOptions().serves(*asked)
+    assert HostTierOptions(sharing="node").serves(*asked)

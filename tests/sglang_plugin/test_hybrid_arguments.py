@@ -5,8 +5,8 @@ both as on Hopper.
 """
 
 import pytest
+from codec_oracle import LAYOUTS
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 DENSE = ["kda", "k3", "lightning", "bailing-kda", "bailing-kda-norope"]
 HICACHE = "--enable-hierarchical-cache"
 TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")

@@ -6,17 +6,13 @@ configurator and builders size and make states and rows, on the CPU.
 
 import pytest
 import torch
+from codec_oracle import LAYOUTS
+from codec_oracle import row_bytes as row_bytes_of
 from configurators import configurator
 from hybrid_configs import LAYERS, MLA_LAYERS
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
-ROWS = {
-    "bf16": (1152, 1024),
-    "fp8": (576, 512),
-    "fp8_block_scale": (656, 528),
-    "fp4": (416, 288),
-    "fp4_fp8_rope": (352, 288),
-}
+#: Bytes of a row with rope, and of a row without.
+ROWS = {layout: (row_bytes_of(layout), row_bytes_of(layout, rope=0)) for layout in LAYOUTS}
 #: checkpoint: bytes of a request's states in one layer, by hand.
 STATES = {
     # q, k and v of 3 heads of 16 at three earlier positions, in bf16; then 3 matrices of 16 x 16 in float32.
@@ -139,8 +135,7 @@ def test_more_tokens_fit_and_states_stay(hooked):
         sizes = sizes_of(kvc)
         tokens[layout] = (int(rest * GB) - sizes._fixed_overhead_bytes) // sizes._cell_size
     assert tokens[None] > tokens["bf16"]  # our attention needs a workspace
-    in_order = ("bf16", "fp8_block_scale", "fp8", "fp4", "fp4_fp8_rope")
-    assert sorted(in_order) == sorted(LAYOUTS)
+    in_order = sorted(LAYOUTS, key=lambda layout: -ROWS[layout][0])
     assert [tokens[layout] for layout in in_order] == sorted({tokens[layout] for layout in LAYOUTS})
 
 

@@ -1,7 +1,12 @@
 """Requests of a prefill server with other rows, through SGLang's queue, receivers and sockets."""
 
+import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
+from weakref import WeakSet
 
 import pytest
 from managers import STRINGS, pool_of
@@ -39,15 +44,64 @@ class Decode:
         return self.queue._ensure_prefill_info({address: list(some) for address, some in requests.items()})
 
 
-def told(manager):
-    """Rooms that a prefill server's rank is told to abort, in order."""
+def told(manager, *rooms, seconds=5):
+    """Rooms that a prefill server's rank is told to abort, in order, until it was told all of `rooms`."""
     from sglang.srt.disaggregation.common.conn import AbortNotification
 
-    rooms = []
-    while manager.server_socket.poll(200):
-        notification = AbortNotification.from_zmq(manager.server_socket.recv_multipart())
-        rooms.append(notification.room)
-    return rooms
+    found = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not (rooms and set(rooms) <= set(found)):
+        if manager.server_socket.poll(50):
+            found.append(AbortNotification.from_zmq(manager.server_socket.recv_multipart()).room)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_other_notifiers(monkeypatch):
+    """Threads of earlier tests run for ten seconds, and only some may run at a time."""
+    monkeypatch.setattr(peer_mismatch, "_notifiers", WeakSet())
+
+
+@pytest.fixture
+def slow_peer():
+    """`slow_peer(manager, seconds, **fields)`: address of a prefill server that answers lookups that slowly.
+
+    Every rank has the address of `manager`. Returns the address and the list of ranks that were looked up.
+    """
+    servers = []
+
+    def start(manager, seconds, **fields):
+        asked = []
+        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, **fields}
+        described = {
+            **sizes, "page_size": manager.kv_args.page_size, "follow_bootstrap_room": True,
+            "kv_cache_dtype": fields.get("kv_cache_dtype", manager.kv_cache_dtype_str),
+        }  # fmt: skip
+
+        here = {"rank_ip": manager.local_ip, "rank_port": manager.rank_port}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                query = parse_qs(urlsplit(self.path).query)
+                rank = tuple(int(value) for (value,) in query.values())
+                asked.append(rank)
+                time.sleep(seconds)
+                found = described if min(rank) < 0 else here
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(found).encode())
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"127.0.0.1:{servers[-1].server_port}", asked
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture
@@ -65,21 +119,22 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
     from sglang.srt.disaggregation.common.conn import KVTransferError
 
     now = 1000.0
-    monkeypatch.setattr(peer_mismatch, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr(peer_mismatch, "time", clock)
     prefill = manager_of("prefill", pool_of("fp8"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
     one, two = (decode.request(bootstrap, room) for room in (71, 72))
     assert decode.ensure(**{bootstrap: [one]}) == ({}, [one])
-    assert told(prefill) == [71]
-    # One message per interval and request; a later request is announced separately.
+    assert set(told(prefill, 71)) == {71}
+    # A later request is announced too, and both again at every interval.
     assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [one, two])
-    assert told(prefill) == [72]
-    now += peer_mismatch._TOLD_EVERY_SECONDS
-    assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [one, two])
-    assert told(prefill) == [71, 72]
+    assert set(told(prefill, 72)) <= {71, 72}
+    assert told(prefill, 71, 72, seconds=1).count(71) == 1
 
     now = 1000.0 + peer_mismatch._HELD_SECONDS
     assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [])
+    told(prefill, seconds=2 * peer_mismatch._TOLD_EVERY_SECONDS)  # what is on its way
+    assert told(prefill, seconds=3 * peer_mismatch._TOLD_EVERY_SECONDS) == []
     for request in (one, two):
         assert request.kv_receiver.conclude_state == KVPoll.Failed
         with pytest.raises(
@@ -110,14 +165,131 @@ def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
     manager_of, bootstrap, monkeypatch, counted
 ):
     """Otherwise requests of the next ten seconds would fail without a message to their prefill server."""
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
     prefill = manager_of("prefill", pool_of("fp8"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
     with monkeypatch.context() as patched:
-        patched.setattr(peer_mismatch, "_ranks", lambda requests: [])
-        assert decode.ensure(**{bootstrap: [decode.request(bootstrap, 71)]}) == ({}, [])
+        patched.setattr(CommonKVReceiver, "_get_bootstrap_info_from_server", lambda *_: None)
+        silent = decode.request(bootstrap, 71)
+        decode.ensure(**{bootstrap: [silent]})
+        (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
+        mismatch.notifier.join(5)
+    assert mismatch.notifier.is_unanswered
     request = decode.request(bootstrap, 72)
-    assert decode.ensure(**{bootstrap: [request]}) == ({}, [request])
-    assert told(prefill) == [72]
+    assert decode.ensure(**{bootstrap: [silent, request]}) == ({}, [silent, request])
+    assert set(told(prefill, 72)) == {72}
+
+
+def test_a_slow_prefill_server_of_64_ranks_costs_the_scheduler_one_lookup(
+    manager_of, bootstrap, slow_peer, counted
+):
+    """Its request fails after two seconds; all ranks are notified when their addresses are known."""
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    address, asked = slow_peer(prefill, 0.03, attn_tp_size=8, dp_size=8)
+    request, began = decode.request(address, 71), time.monotonic()
+    assert decode.ensure(**{address: [request]}) == ({}, [request])
+    assert len(asked) < 16  # 66 if the scheduler waited for the addresses of all ranks
+    remaining = [request]
+    while remaining:
+        _, remaining = decode.ensure(**{address: remaining})
+        time.sleep(0.05)
+    assert 2 <= time.monotonic() - began < 4
+    found = []
+    while len(found) < 64 and time.monotonic() < began + 30:
+        found += told(prefill, 71)
+    assert found == [71] * 64
+    assert len(asked) == len({*asked}) + 1 == 66  # SGLang and we ask for the sizes
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_a_prefill_server_whose_ranks_do_not_exist_is_bounded(
+    manager_of, bootstrap, slow_peer, counted, monkeypatch, seconds
+):
+    """Nobody receives at its ranks' addresses: ZeroMQ keeps 1000 messages; then each waits for a second."""
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    address, _ = slow_peer(prefill, 0.0)
+    sent = []
+
+    def send(receiver):
+        sent.append(receiver.bootstrap_room)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(CommonKVReceiver, "_send_abort_notification", send)
+    requests = [decode.request(address, room) for room in range(71, 171)]
+    began = time.monotonic()
+    _, remaining = decode.ensure(**{address: requests})
+    while remaining:
+        _, remaining = decode.ensure(**{address: remaining})
+        time.sleep(0.05)
+    assert time.monotonic() - began < 4
+    assert sent
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"attn_tp_size": 10**9}, {"dp_size": 33, "pp_size": 16}, {"pp_size": -1}, {"dp_size": 2.5}]
+)
+def test_sizes_of_a_peer_decide_no_work(
+    manager_of, bootstrap, slow_peer, counted, caplog, monkeypatch, sizes
+):
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    address, asked = slow_peer(prefill, 0.0, **sizes)
+    request = decode.request(address, 71)
+    decode.ensure(**{address: [request]})
+    (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
+    mismatch.notifier.join(5)
+    assert decode.ensure(**{address: [request]}) == ({}, [])
+    assert asked == [(-1, -1, -1, -1)] * 2
+    ((name, size), *_) = sizes.items()
+    assert "it reports dp_size=" in caplog.text
+    assert f"{name}={size}" in caplog.text
+    # It is remembered, though there is no rank to notify.
+    assert decode.ensure(**{address: [decode.request(address, 72)]}) == ({}, [])
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("name", ["attn_tp_size", "dp_size"])
+def test_a_matching_peer_with_a_size_of_zero_fails_its_own_requests(
+    manager_of, bootstrap, slow_peer, counted, name
+):
+    """SGLang divides by both numbers, in the scheduler's loop."""
+    prefill = manager_of("prefill", pool_of("fp4"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    address, _ = slow_peer(prefill, 0.0, **{name: 0})
+    request = decode.request(address, 71)
+    decode.ensure(**{address: [request]})
+    (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
+    mismatch.notifier.join(5)
+    assert decode.ensure(**{address: [request]}) == ({}, [])
+    assert counted[0][0] == "peer_mismatch"
+    assert address not in decode.queue.kv_manager.prefill_info_table
+
+
+def test_a_long_text_of_a_peer_is_cut(manager_of, bootstrap, slow_peer, counted):
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    address, _ = slow_peer(prefill, 0.0, kv_cache_dtype="x" * 10**6)
+    decode.ensure(**{address: [decode.request(address, 71)]})
+    ((_, text),) = counted
+    assert "KV cache layout mismatch: the prefill server at" in text
+    assert len(text) < 1500
+
+
+def test_threads_are_few(manager_of, bootstrap, slow_peer, counted):
+    """One for each prefill server, eight at most: requests of more servers fail without a notification."""
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    addresses = [slow_peer(prefill, 0.0)[0] for _ in range(peer_mismatch._MOST_NOTIFIERS + 2)]
+    requests = {address: [decode.request(address, number)] for number, address in enumerate(addresses)}
+    _, held = decode.ensure(**requests)
+    assert len(held) == peer_mismatch._MOST_NOTIFIERS
+    assert sum(thread.name.startswith("kvpool-mismatch-127.0.0.1:") for thread in threading.enumerate()) >= 8
+    assert len(counted) == len(addresses)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +327,10 @@ def test_a_prefill_server_that_fits_is_ready_beside_one_that_does_not(manager_of
     decode = Decode(manager_of("decode", pool_of("fp4")))
     wrong, fit = decode.request("127.0.0.1:9", 71), decode.request(bootstrap, 72)
     until = time.monotonic() + 10
-    mismatch = peer_mismatch._Mismatch("of another layout", [], until)
+    notifier = peer_mismatch._Notifier("127.0.0.1:9", wrong.kv_receiver)
+    mismatch = peer_mismatch._Mismatch("of another layout", notifier, until)
     peer_mismatch._mismatches[decode.queue.kv_manager] = {"127.0.0.1:9": mismatch}
-    # No ranks have to be told, so the request is not held.
+    # Nothing notifies its ranks, so the request is not held.
     assert decode.ensure(**{"127.0.0.1:9": [wrong], bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
     assert len(counted) == 1
 

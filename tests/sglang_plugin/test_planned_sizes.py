@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from codec_oracle import OURS_ALONE, ROW_BYTES
 from configurators import configurator
 
 from sgl_kvpool.commands.plan.command import ask
@@ -23,7 +24,7 @@ MODELS = {
     "kimi_k2": (8, 61, 61, 0),
     "kimi_linear": (4, 27, 7, 0),
 }
-ROWS = {None: 1152, "bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
+ROWS = {None: 1152, **ROW_BYTES}
 TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"]
 #: Bytes of a request in one linear layer on one of 4 ranks: three positions of q, k and v of 8 heads of 128
 #: in bf16, and 8 matrices of 128 x 128 in float32.
@@ -44,7 +45,11 @@ OTHERS = {
     "three ranks": ("kimi_k2", "fp4", ["--tp-size", "3"]),
     "all and more": ("kimi_k2", "fp4", ["--tp-size", "8", "--mem-fraction-static", "1.5"]),
     "no page": ("kimi_k2", "fp4", ["--tp-size", "8", "--page-size", "0"]),
+    "whole": ("kimi_k2", None, ["--tp-size", "8"]),
     "parts": ("kimi_k2", None, ["--tp-size", "8", "--dcp-size", "2"]),
+    "parts with a layout": ("kimi_k2", "fp4", ["--tp-size", "8", "--dcp-size", "2"]),
+    "hybrid pipeline": ("kimi_linear", None, ["--tp-size", "2", "--pp-size", "2"]),
+    "heavy pipeline": ("kimi_k2", None, ["--tp-size", "1", "--pp-size", "2"]),
     "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
     "too heavy, DP attention": ("kimi_k2", None, ["--tp-size=2", "--dp-size=2", "--enable-dp-attention"]),
     "small part": ("kimi_k2", None, ["--tp-size", "8", "--mem-fraction-static", "0.2"]),
@@ -158,7 +163,7 @@ def test_sizes_by_hand(planned, model, layout):
     wanted = (found["available_bytes"] - found["workspace_bytes"]) // cell
     assert found["tokens"] == wanted // found["page_size"] * found["page_size"]
     # Our attention needs a workspace; for sparse attention, SGLang's kernels read all but the FP4 layouts.
-    ours = str(layout).startswith("fp4") if model == "deepseek_v32" else layout not in (None, "bf16")
+    ours = layout in OURS_ALONE if model == "deepseek_v32" else layout not in (None, "bf16")
     assert (found["workspace_bytes"] > 0) == ours
     assert (found["caches"], found["ranks_per_node"]) == (1, ranks)
 
@@ -248,16 +253,52 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
     assert abs(found["available_bytes"] - left * 2**30) <= 64
 
 
+def rows_gib(found, gpus):
+    """Memory of a rank for rows, in GiB."""
+    free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
+    return free - MACHINE["weights_gib"] / gpus - free * (1 - found["mem_fraction_static"])
+
+
+def test_stages_of_a_pipeline(planned):
+    """61 layers are 30 and 31; the stage of 31 has fewer tokens, and the pipeline has as many."""
+    found = planned["pipeline"]
+    assert found["cell_bytes"] == 31 * 416
+    rows_bytes = rows_gib(found, 8) * 2**30 - found["workspace_bytes"]
+    assert abs(found["tokens"] - rows_bytes / (31 * 416)) <= found["page_size"] + 1
+    assert (found["stages"], found["caches"], found["ranks_per_node"]) == (2, 1, 8)
+    assert found["model"]["layers_with_rows"] == 61
+    # Layers with rows of Kimi-Linear (0-based: 3, 7, 11, 15, 19, 23, 26) in stages of 13 and 14.
+    hybrid = planned["hybrid pipeline"]
+    assert (hybrid["cell_bytes"], hybrid["model"]["layers_with_rows"]) == (4 * 1152, 7)
+    assert hybrid["state_slot_bytes"] == 10 * 2 * STATE_BYTES  # of 14 layers, on one of 2 ranks
+
+
+def test_a_cap_of_the_tokens(planned):
+    assert 1000 - planned["capped"]["page_size"] < planned["capped"]["tokens"] <= 1000
+    assert planned["capped"]["is_capped"]
+    assert not planned["whole"]["is_capped"]
+
+
+def test_ranks_that_keep_parts_of_the_tokens(planned):
+    """Two ranks of decode context parallelism hold twice the tokens."""
+    parts, whole = planned["parts"], planned["whole"]
+    assert whole["tokens"] == whole["available_bytes"] // (61 * 1152)
+    assert parts["tokens"] == 2 * (parts["available_bytes"] // (61 * 1152))
+    assert (parts["row_copies"], whole["row_copies"]) == (4, 8)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pipeline", "--pp-size 2"),
-        ("capped", "--max-total-tokens"),
+        (
+            "heavy pipeline",
+            "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them",
+        ),
         ("three ranks", "3 attention ranks do not divide the 64 heads of DeepseekV3ForCausalLM"),
         ("no mtp", "DeepseekV3ForCausalLM has no MTP layers (num_nextn_predict_layers"),
         ("all and more", "--mem-fraction-static 1.5 is not a valid share of the memory; give"),
         ("no page", "--page-size 0 is not a valid number of tokens"),
-        ("parts", "--dcp-size 2: `plan` does not support ranks that keep parts"),
+        ("parts with a layout", "--dcp-size 2 does not work with --kv-cache-layout fp4: "),
         # 4 ranks hold 75 GiB each. 3 ranks neither divide the 64 heads nor make two groups of DP attention.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
         ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs are enough (--tp 4)"),

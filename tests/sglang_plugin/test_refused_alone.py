@@ -6,6 +6,7 @@ from sgl_kvpool.demo import shipped
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 
 LAYOUT = ("--kv-cache-layout", "fp4")
+TIER = "--enable-hierarchical-cache"
 #: The two commands that start a server.
 COMMANDS = {
     "launch_server": "import runpy; runpy.run_module('sglang.launch_server', None, '__main__', True)",
@@ -20,7 +21,7 @@ REPORT = f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY}
 def start(launcher):
     """`start(*argv)`: the finished process of SGLang's command with arguments that it refuses."""
 
-    def run(*argv, command="launch_server", **environment):
+    def run(*argv, command="serve", **environment):
         words = {"launch_server": ["launch_server"], "serve": ["sglang", "serve"]}[command]
         words += ["--model-path", str(shipped.model_path()), "--device", "cpu", *argv]
         code = f"import sys; sys.argv = {words!r}; {REPORT} {COMMANDS[command]}"
@@ -47,7 +48,7 @@ def refused_by_arguments(done):
         (
             ("--kv-cache-layout", "fp5"),
             {},
-            "--kv-cache-layout fp5 is not a KV cache layout; choose one of: auto",
+            "--kv-cache-layout 'fp5' is not a KV cache layout; choose one of: auto",
         ),
         ((), {"KVPOOL_KV_CACHE_LAYOUT": "int2"}, "KVPOOL_KV_CACHE_LAYOUT='int2' is not a KV cache layout;"),
         (LAYOUT, {"KVPOOL_KV_CACHE_LAYOUT": "fp8"}, "the KV cache layout is 'fp4' as argument"),
@@ -70,18 +71,18 @@ def refused_by_arguments(done):
         (
             (*LAYOUT, "--kv-cache-dtype", "fp8_e5m2"),
             {},
-            "--kv-cache-dtype fp8_e5m2 contradicts --kv-cache-layout fp4; leave it",
+            "--kv-cache-dtype 'fp8_e5m2' contradicts --kv-cache-layout fp4; leave it",
         ),
         ((*LAYOUT, "--dcp-size", "2"), {}, "--dcp-size 2 does not work with --kv-cache-layout fp4"),
         (
             (*LAYOUT, "--max-total-tokens", "-5"),
             {},
-            "--max-total-tokens -5 is not a valid number of tokens; give 1 or more",
+            "--max-total-tokens -5 is not a valid number of tokens; give a whole number from 1",
         ),
         (
             (*LAYOUT, "--page-size=-64"),
             {},
-            "--page-size -64 is not a valid number of tokens; give 1 or more, or leave it",
+            "--page-size -64 is not a valid number of tokens; give a whole number from 1 to 2147483647, or",
         ),
         (
             (),
@@ -94,10 +95,10 @@ def test_refusals_by_the_arguments_alone(start, argv, environment, text):
     assert refused_by_arguments(start(*argv, **environment)).startswith(text)
 
 
-def test_refusals_of_sglang_serve(start):
-    last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="serve"))
+def test_refusals_of_launch_server(start):
+    last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="launch_server"))
     assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
-    last = refused_by_arguments(start(command="serve", KVPOOL_LAYOUTS="fp4"))
+    last = refused_by_arguments(start(command="launch_server", KVPOOL_LAYOUTS="fp4"))
     assert last.startswith("KVPOOL_LAYOUTS='fp4' is not a variable of sgl-kvpool")
 
 
@@ -110,13 +111,11 @@ def test_refusals_of_a_configuration_file(start, tmp_path):
 
 def test_a_refusal_that_depends_on_the_model(start):
     """This refusal comes later, after the model's configuration is read, and is as short."""
-    done = start("--kv-cache-layout", "fp8_block_scale", "--kv-cache-dtype", "fp8_e4m3")
+    done = start("--kv-cache-layout", "fp4", "--kv-host-layout", "fp8_block_scale", TIER)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "sgl-kvpool: --kv-cache-dtype fp8_e4m3 contradicts --kv-cache-layout fp8_block_scale; leave it"
-    )
+    assert last.startswith("sgl-kvpool: --kv-host-layout fp8_block_scale does not work: ")
 
 
 def test_errors_of_others_keep_their_traceback(start):
@@ -147,6 +146,11 @@ except ValueError as error:
             "kv_cache_layout='fp5'",
             {},
             "kv_cache_layout='fp5' is not a KV cache layout; choose one of: auto, bf16",
+        ),
+        (
+            "kv_cache_layout=__import__('numpy').array(['fp4', 'x\\ny'])",
+            {},
+            "kv_cache_layout=array(['fp4', 'x\\ny'], dtype='<U3') is not a KV cache layout; choose one",
         ),
         (
             "kv_cache_layout='fp4', kv_host_layout='fp4'",

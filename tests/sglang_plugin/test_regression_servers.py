@@ -11,10 +11,11 @@ import pytest
 import random_deepseek
 import test_dsa_server_gpu
 import test_server_gpu
-from regression.environment import OPTIONAL_MODULES, Machine
-from regression.request import Request
-from regression.shapes import RANDOM_SHAPES, random_shapes, write_checkpoint
-from regression.steps import Options, all_steps
+
+from scripts.kit.environment import OPTIONAL_MODULES, Machine
+from scripts.servers.request import Request
+from scripts.servers.shapes import RANDOM_SHAPES, random_shapes, write_checkpoint
+from scripts.servers.steps import Options, all_steps
 
 MACHINE = Machine(("NVIDIA H100",) * 2, frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True)
 

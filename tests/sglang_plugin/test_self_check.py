@@ -1,9 +1,7 @@
 """When a scheduler checks itself, what it logs, and how it refuses."""
 
-import json
 import logging
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,74 +9,8 @@ from hybrid_case import HybridCase
 from test_backend import Case, radix_attention
 
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.rules.self_check import FIRST_LIGHT, FirstLight, why_due
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-HOPPER, UNTESTED = (9, 0), "SGLang 0.6.1 is not a version this release was tested with"
-
-
-# ------------------------------------------------------------------ when the check is due
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_due_on_every_untested_sglang(device):
-    assert why_due(UNTESTED, device, HOPPER, "3.8.0") == "this SGLang is not a tested one"
-
-
-def test_not_due_for_a_tested_sglang_on_a_cpu():
-    assert why_due(None, "cpu", None, None) is None
-
-
-def test_due_on_every_gpu_whose_kernels_were_not_run(monkeypatch):
-    from sgl_kvpool.sglang_plugin.rules import self_check
-
-    reason = "no committed test run of these kernels on such a GPU"
-    monkeypatch.setattr(self_check, "FIRST_LIGHT", ())
-    assert why_due(None, "cuda", HOPPER, "3.8.0") == reason
-    monkeypatch.setattr(self_check, "FIRST_LIGHT", (FirstLight("first_light_h200.json", HOPPER, "3.8.0"),))
-    assert why_due(None, "cuda", HOPPER, "3.8.0") is None
-    assert why_due(None, "cuda", HOPPER, "3.9.0") == reason  # kernels are compiled again
-    assert why_due(None, "cuda", (10, 0), "3.8.0") == reason
-    assert why_due(UNTESTED, "cuda", HOPPER, "3.8.0") is not None
-
-
-def contradictions(runs, folder):
-    """Differences between FIRST_LIGHT and the files of its runs, and files without an entry."""
-    found = [f"{path.name} has no line" for path in folder.glob("first_light*.json")
-             if path.name not in {run.file for run in runs}]  # fmt: skip
-    for run in runs:
-        path = folder / run.file
-        if not path.exists():
-            found.append(f"{run.file} is not there")
-            continue
-        report = json.loads(path.read_text())
-        (core,) = [step for step in report["steps"] if step["name"] == "core"]
-        if core["status"] != "ok" or report["failed_tests"]:
-            found.append(f"{run.file} has failed tests")
-        if (tuple(report["capability"]), report["versions"]["triton"]) != (run.capability, run.triton):
-            found.append(f"{run.file} is of another GPU or Triton")
-    return found
-
-
-def test_lines_of_first_light_are_those_of_committed_runs():
-    assert contradictions(FIRST_LIGHT, BENCHMARKS) == []
-
-
-def test_a_line_without_its_run_is_seen(tmp_path):
-    run = FirstLight("first_light_h100.json", HOPPER, "3.8.0")
-    assert contradictions([run], tmp_path) == ["first_light_h100.json is not there"]
-    report = {
-        "steps": [{"name": "core", "status": "ok"}], "failed_tests": [], "capability": [9, 0],
-        "versions": {"triton": "3.8.0"},
-    }  # fmt: skip
-    path = tmp_path / run.file
-    path.write_text(json.dumps(report))
-    assert contradictions([run], tmp_path) == []
-    assert contradictions([], tmp_path) == ["first_light_h100.json has no line"]
-    path.write_text(json.dumps({**report, "failed_tests": ["one"]}))
-    assert contradictions([run], tmp_path) == ["first_light_h100.json has failed tests"]
-    path.write_text(json.dumps({**report, "capability": [9, 1]}))
-    assert contradictions([run], tmp_path) == ["first_light_h100.json is of another GPU or Triton"]
+UNTESTED = "SGLang 0.6.1 is not a version this release was tested with"
 
 
 # ------------------------------------------------------------------ in a scheduler
@@ -126,6 +58,23 @@ def test_nothing_is_checked_where_it_is_not_due(scheduler, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         run(scheduler)
     assert "self-check" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "why"),
+    [
+        (UNTESTED, "cpu", "this SGLang is not a tested one"),
+        (UNTESTED, "cuda:0", "this SGLang is not a tested one"),
+        (None, "cuda:0", "no committed test run of these kernels on such a GPU"),
+        (None, "cpu", None),
+    ],
+)
+def test_when_it_is_due(monkeypatch, problem, device, why):
+    from sgl_kvpool.sglang_plugin import hook_points
+    from sgl_kvpool.sglang_plugin.hooks import self_check
+
+    monkeypatch.setattr(hook_points, "version_problem", lambda: problem)
+    assert self_check._why_due(device) == why
 
 
 def test_a_backend_inside_another_is_found(scheduler, caplog):
@@ -202,7 +151,7 @@ def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
     asked = []
     monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
     monkeypatch.setattr(self_check, "_check_tier", lambda controller: pytest.fail("began"))
-    monkeypatch.setattr(ranks, "everywhere", lambda controller, good: asked.append(good))
+    monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: asked.append(good))
     if not local:
         monkeypatch.setattr(cpu, "gather_rows", lambda *args, out, **named: out.zero_())
     with pytest.raises(Refusal, match="failed on another rank" if local else "found a difference: attention"):
@@ -219,7 +168,7 @@ def test_a_difference_in_the_host_tier_names_its_way_out(scheduler, monkeypatch)
 
     monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
     monkeypatch.setattr(self_check, "_check_tier", check)
-    monkeypatch.setattr(ranks, "everywhere", lambda controller, good: good)
+    monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: good)
     with pytest.raises(Refusal) as found:
         run(scheduler)
     assert str(found.value).endswith(
@@ -229,10 +178,9 @@ def test_a_difference_in_the_host_tier_names_its_way_out(scheduler, monkeypatch)
 
 
 def test_the_scheduler_checks_itself_when_it_has_been_built(monkeypatch):
-    from sgl_kvpool.sglang_plugin import startup
     from sgl_kvpool.sglang_plugin.hooks import self_check
 
     order = []
     monkeypatch.setattr(self_check, "run", lambda scheduler: order.append(scheduler))
-    startup._init_scheduler(lambda self, *args: order.append(args), "scheduler", "arguments")
+    self_check._init_scheduler(lambda self, *args: order.append(args), "scheduler", "arguments")
     assert order == [("arguments",), "scheduler"]

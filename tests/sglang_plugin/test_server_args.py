@@ -5,9 +5,8 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+from codec_oracle import LAYOUTS, PACKED
 from shown import SHOWN
-
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 
 
 def view(server_args):
@@ -49,7 +48,7 @@ def test_help_shows_the_argument(resolve):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     text = parser.format_help()
-    assert "--kv-cache-layout {auto,bf16,fp8,fp8_block_scale,fp4,fp4_fp8_rope}" in text
+    assert "--kv-cache-layout {" + ",".join(["auto", *LAYOUTS]) + "}" in text
     assert "KVPOOL_KV_CACHE_LAYOUT" in text
 
 
@@ -75,21 +74,25 @@ def test_flag_against_environment(resolve, checkpoints, monkeypatch, written):
 
 
 def test_unknown_names(resolve, checkpoints, monkeypatch, tmp_path):
-    text = "is not a KV cache layout; choose one of: auto, bf16, fp8, fp8_block_scale, fp4, fp4_fp8_rope$"
-    with pytest.raises(ValueError, match=f"^--kv-cache-layout int4 {text}"):
+    text = f"is not a KV cache layout; choose one of: {', '.join(['auto', *LAYOUTS])}$"
+    with pytest.raises(ValueError, match=f"^--kv-cache-layout 'int4' {text}"):
         resolve(checkpoints["mla"], "--kv-cache-layout", "int4")
     config = tmp_path / "server.yaml"
     config.write_text("kv-cache-layout: int4\n")
-    with pytest.raises(ValueError, match=f"^--kv-cache-layout int4 {text}"):
+    with pytest.raises(ValueError, match=f"^--kv-cache-layout 'int4' {text}"):
         resolve(checkpoints["mla"], "--config", str(config))
     monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "int4")
-    with pytest.raises(ValueError, match="'int4'.*auto, bf16, fp8, fp8_block_scale, fp4, fp4_fp8_rope$"):
+    with pytest.raises(ValueError, match=f"'int4' .*{text}"):
         resolve(checkpoints["mla"])
 
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [("bf16", "bf16"), ("bf16", "bfloat16"), ("fp8", "fp8_e4m3"), ("fp4", "bfloat16")],
+    [
+        *(("bf16", "bf16"), ("bf16", "bfloat16"), ("fp8", "fp8_e4m3"), ("fp4", "bfloat16")),
+        # What SGLang is shown for a dense model, and the precision of the latent.
+        *(("fp8_block_scale", "bfloat16"), ("fp8_block_scale", "fp8_e4m3")),
+    ],
 )
 def test_agreeing_dtypes_pass(resolve, checkpoints, layout, dtype):
     args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--kv-cache-dtype", dtype)
@@ -102,13 +105,13 @@ def test_agreeing_dtypes_pass(resolve, checkpoints, layout, dtype):
         ("bf16", "fp8_e4m3"),
         ("fp8", "fp8_e5m2"),
         ("fp8", "bfloat16"),
-        ("fp8_block_scale", "fp8_e4m3"),
+        ("fp8_block_scale", "fp8_e5m2"),
         ("fp4", "fp4_mx_block16"),
         ("fp4", "nvfp4"),
     ],
 )
 def test_contradicting_dtypes(resolve, checkpoints, layout, dtype):
-    with pytest.raises(ValueError, match=f"--kv-cache-dtype {dtype} contradicts") as error:
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype '{dtype}' contradicts") as error:
         resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--kv-cache-dtype", dtype)
     # The message has the table of the dtypes that each layout accepts.
     assert "bf16: auto, bfloat16, bf16; fp8: auto, fp8_e4m3; fp8_block_scale: auto" in str(error.value)
@@ -135,7 +138,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("flag", FEATURES)
-@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
+@pytest.mark.parametrize("layout", PACKED)
 def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, layout):
     with pytest.raises(ValueError, match=f"^{flag}.* does not work with --kv-cache-layout {layout}"):
         resolve(checkpoints["mla"], "--kv-cache-layout", layout, flag, *FEATURES[flag])
@@ -191,7 +194,7 @@ def test_models_that_are_refused(resolve, checkpoints, model, text):
 
 
 @pytest.mark.parametrize("flag", ["", "prefill-", "decode-"])
-@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
+@pytest.mark.parametrize("layout", PACKED)
 def test_stock_backends_cannot_read_packed_rows(resolve, checkpoints, flag, layout):
     flag = f"--{flag}attention-backend"
     with pytest.raises(ValueError, match=f"^{flag} triton cannot read.*{layout}.*kvpool_mla"):

@@ -13,17 +13,11 @@ CALLER, COMPUTE = 7, 8
 
 @functools.cache
 def calls():
-    from tvm_ffi import cpp
+    from sgl_kvpool.compiler import Module
 
-    from sgl_kvpool.compiler import ninja_on_path
-
-    with ninja_on_path():
-        return cpp.load(
-            "sgl_kvpool_emulated_engines",
-            sources=[str(HERE / "csrc" / "emulated_engines.cpp")],
-            extra_cflags=["-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off"],
-            extra_include_paths=[str(CSRC)],
-        )
+    flags = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off")
+    source = HERE / "csrc" / "emulated_engines.cpp"
+    return Module("sgl_kvpool_emulated_engines", source, flags, includes=(CSRC,)).load()
 
 
 class Event:
@@ -46,8 +40,7 @@ class Event:
 def tools(page_bytes, chunks=None, **changes):
     """`EngineTools` of one direction whose device is this machine's memory."""
     from sgl_kvpool.transfer.engines import EngineTools
-    from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
-    from sgl_kvpool.transfer.page_buffer import PageBuffer
+    from sgl_kvpool.transfer.gpu_engine import PageBuffer, RegisteredChunks
 
     device = torch.device("cpu")
     given = {
@@ -68,7 +61,7 @@ def slots_of(pages, page_size=4):
 
 def small_slots(monkeypatch, page_bytes, pages):
     """Give page buffers slots of `pages` pages, so that a transfer takes many slots."""
-    from sgl_kvpool.transfer import page_buffer
+    from sgl_kvpool.transfer import gpu_engine
 
-    monkeypatch.setattr(page_buffer, "_SLOT_BYTES", page_bytes * pages)
-    monkeypatch.setattr(page_buffer, "_SLOT_PAGES", pages)
+    monkeypatch.setattr(gpu_engine, "_SLOT_BYTES", page_bytes * pages)
+    monkeypatch.setattr(gpu_engine, "_SLOT_PAGES", pages)

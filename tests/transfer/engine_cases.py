@@ -3,19 +3,19 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.connectors.cross_layer import LayerPages
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
-from sgl_kvpool.memory.cross_layer import LayerPages
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import GPU_ENGINES
-from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages
+from sgl_kvpool.transfer.slots import DevicePages, Transfer, packed_view
 
 LAYERS, K_SCALES = 7, (0.5, 1.0, 3.25, 1.0, 0.125, 2.0, 1.5)
 #: Device and host layout: every narrower layout that a host tier may have.
@@ -26,6 +26,12 @@ CONVERSIONS = [
 ]
 assert len(CONVERSIONS) >= 8
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+
+
+def quick(cases, chosen):
+    """Cases of a test, the chosen ones marked."""
+    chosen = set(chosen)
+    return [pytest.param(*case, marks=[pytest.mark.quick] * (case in chosen)) for case in cases]
 
 
 def device_pool(arrangement, pages, page_size, row_bytes, device, layers=LAYERS):
@@ -165,8 +171,8 @@ def round_trip(
         TransferPlan(caches, host, "kv", conversion), make_tools(page_bytes, memory), True
     )
     for taken, put in lists[0]:
-        kept.append((slots_of(taken, page_size, device), np.array(put)))
-        store.copy(*kept[-1])
+        kept.append(Transfer(np.array(put), slots_of(taken, page_size, device), to_host=True))
+        store.copy(kept[-1])
         for layer in range(LAYERS):
             narrow = there(layer, before[layer][taken])
             expected[put, layer] = narrow.view(len(put), page_size, -1)
@@ -180,9 +186,9 @@ def round_trip(
         False,
     )
     for taken, put in lists[1]:
-        kept.append((np.array(taken), slots_of(put, page_size, device)))
+        kept.append(Transfer(np.array(taken), slots_of(put, page_size, device), to_host=False))
         for layer in range(LAYERS):
-            load.copy(*kept[-1], layer)
+            load.copy(kept[-1], layer)
             wide = back(layer, expected[taken, layer])
             before[layer][put] = wide.view(len(put), page_size, -1)
     finish()

@@ -1,8 +1,10 @@
 """Rows in another format on the host: compiled arithmetic and plans against the codec."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
+import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
@@ -23,14 +25,15 @@ from host_tier import (
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.layout import Encoding, RowFormat, Segment
+from sgl_kvpool.layout import Encoding, RowFormat, Segment, SegmentEncoding
+from sgl_kvpool.transfer import conversion as module
 from sgl_kvpool.transfer.conversion import RowConversion, host_layout_problem, narrower_layouts
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, HostTierOptions
 
 #: Device and host layout; bytes of R=512, P=64 by hand.
 NARROWER = [
     (device, host)
-    for device, host in itertools.product(ROW_BYTES, ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
+    for device, host in itertools.product(ROW_BYTES, oracle.HOST_LAYOUTS)
     if ROW_BYTES[host] < ROW_BYTES[device]
 ]
 GEOMETRIES = [(512, 64), (128, 64), (256, 0), (384, 64)]
@@ -80,7 +83,7 @@ def check(device, host, values, k_scale=1.0):
     [
         (*pair, geometry)
         for pair, geometry in itertools.product(NARROWER, GEOMETRIES)
-        # Rows of a latent of 256 and no rope: fp8_block_scale 272 bytes, fp8 256.
+        # Without rope a row with scales may be longer than one of fp8.
         if MLAKVCacheLayout(pair[1]) in narrower_layouts(MLAKVCacheLayout(pair[0]).row_format(*geometry))
     ],
 )
@@ -164,7 +167,7 @@ def test_every_bf16_pattern(device, host):
     for values in (patterns, shuffled):
         rope = shuffled[: 128 * 64].view(128, 64)
         stored, narrow = check(own, other, torch.cat([values.view(128, 512), rope], dim=1))
-        if host != "fp4_fp8_rope":
+        if other.rope.encoding is Encoding.BF16:
             assert torch.equal(narrow[:, other.rope.offset_bytes :], stored[:, own.rope.offset_bytes :])
 
 
@@ -179,7 +182,7 @@ def test_host_rows_of_every_code_are_converted_as_by_torch(device, host):
     own, other = formats(device, host)
     generator = torch.Generator().manual_seed(2)
     narrow = torch.randint(0, 256, (300, other.row_bytes), generator=generator).to(torch.uint8)
-    if host.startswith("fp4"):
+    if other.scale.encoding is Encoding.UE5M3:
         scale = narrow[:, other.scale.offset_bytes : other.scale.end_bytes]
         scale.clamp_(max=0xF7)  # no encoder stores more: infinity and NaN as fp16
     else:
@@ -192,7 +195,7 @@ def test_host_rows_of_every_code_are_converted_as_by_torch(device, host):
     assert torch.equal(converted(back, narrow), back.convert(narrow, 0))
 
 
-@pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("host", oracle.HOST_LAYOUTS)
 def test_bf16_rows_stay_the_same_after_two_round_trips(host):
     """Four trips to the host and back. Rows of values of usual size stay the same from the first trip on."""
     own, other = formats("bf16", host)
@@ -215,7 +218,7 @@ def test_bf16_rows_stay_the_same_after_two_round_trips(host):
 @pytest.mark.parametrize(("device", "host"), NARROWER)
 def test_there_and_back_through_a_tier(no_reserve, device, host, arrangement, page_size):
     """Host pages hold the codec's bytes of the device's rows, device pages what those decode to."""
-    k_scales = {5: 0.5, 6: 1.0, 7: 3.25} if device == "fp8" else None
+    k_scales = {5: 0.5, 6: 1.0, 7: 3.25} if device == "fp8" else {}
     pool = device_pool(
         device, arrangement, page_size, host_tier=HostTierOptions(layout=host), k_scales=k_scales
     )
@@ -223,7 +226,7 @@ def test_there_and_back_through_a_tier(no_reserve, device, host, arrangement, pa
     own, other = formats(device, host)
     for number, layer in enumerate(rows(pool)):
         values = torch.randn(layer.shape[0] * page_size, 576, generator=generator).bfloat16()
-        scale = (k_scales or {}).get(5 + number, 1.0)
+        scale = k_scales.get(5 + number, 1.0)
         layer[...] = encode_rows(values[:, :512], values[:, 512:], own, k_scale=scale).view(layer.shape)
     tier = host_pool(pool)
     assert tier.get_size_per_token() * page_size == stride_bytes(LAYERS, page_size, ROW_BYTES[host])
@@ -232,8 +235,7 @@ def test_there_and_back_through_a_tier(no_reserve, device, host, arrangement, pa
 
     backup(tier, [3, 0, 2], [1, 4, 2])
     there = [
-        RowConversion(source=own, target=other, k_scales=((k_scales or {}).get(5 + i, 1.0),))
-        for i in range(LAYERS)
+        RowConversion(source=own, target=other, k_scales=(k_scales.get(5 + i, 1.0),)) for i in range(LAYERS)
     ]
     expected = guard
     for i, layer in enumerate(before):
@@ -280,7 +282,8 @@ def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, de
 def test_sizes_count_bytes_of_the_host(no_reserve):
     """A ratio of 2 is twice the device's bytes, and a size in GB is filled, whatever the host's row size."""
     device_bytes = 4 * 4 * LAYERS * 1152  # without the page of padded tokens, as SGLang counts
-    for host, row_bytes in (("same", 1152), ("fp8_block_scale", 656), ("fp4", 416), ("fp4_fp8_rope", 352)):
+    for host in ("same", *oracle.HOST_LAYOUTS):
+        row_bytes = ROW_BYTES.get(host, 1152)
         pool = device_pool("bf16", host_tier=HostTierOptions(layout=host))
         tier = host_pool(pool, ratio=2.0)
         used = (tier.page_num - 1) * tier.page_bytes  # SGLang adds a page
@@ -320,7 +323,8 @@ def test_pages_of_stores_are_the_narrow_ones(no_reserve):
 
 
 def test_what_is_not_narrower_is_refused(no_reserve):
-    assert HOST_LAYOUTS == ("same", "fp8_block_scale", "fp4", "fp4_fp8_rope")
+    assert ("same", *oracle.HOST_LAYOUTS) == HOST_LAYOUTS
+    assert "fp8" not in HOST_LAYOUTS  # its bytes depend on the layer's k_scale
     for device, host in itertools.product(ROW_BYTES, HOST_LAYOUTS[1:]):
         own, other = formats(device, host)
         problem = host_layout_problem(own, other.layout)
@@ -369,14 +373,26 @@ def test_rows_that_begin_anywhere_are_not_converted():
         TransferPlan(side("layer_major", 0, row=256)[0], side("page_major", 0, row=72)[0], "kv", pair)
 
 
-def test_formats_that_no_host_tier_has():
+@pytest.mark.parametrize(("own", "other"), list(itertools.product(ROW_BYTES, ROW_BYTES)))
+def test_the_compiled_pairs_are_those_of_the_table(own, other):
     from sgl_kvpool.transfer.cpu_engine import _module
 
-    own, other = formats("bf16", "fp8")
-    kinds = [torch.tensor(n) for n in RowConversion(source=own, target=other, k_scales=(1.0,)).numbers()]
-    none = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="no conversion between these row formats"):
-        _module().convert_pages(torch.zeros(1, 8, dtype=torch.int64), none, none, *kinds, torch.ones(1), 1)
+    source, target = formats(own, other)
+    pair = RowConversion(source=source, target=target, k_scales=(1.0,))
+    kinds = [torch.tensor(numbers) for numbers in pair.numbers()]
+    none, no_runs = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
+    known = frozenset((source.layout.latent, target.layout.latent)) in module._CONVERTED
+    refused = pytest.raises(ValueError, match="no conversion between these row formats")
+    with nullcontext() if known else refused:
+        _module().convert_pages(no_runs, none, none, *kinds, torch.ones(1), 1)
+
+
+def test_a_pair_of_layouts_that_is_not_compiled_fails_at_import(monkeypatch):
+    """The check that importing the module runs, with a line less."""
+    pair = frozenset({SegmentEncoding.E4M3_BY_K_SCALE, SegmentEncoding.E2M1_IN_BLOCKS})
+    monkeypatch.setattr(module, "_CONVERTED", module._CONVERTED - {pair})
+    with pytest.raises(RuntimeError, match="no line for fp8 and fp4, fp8 and fp4_fp8_rope"):
+        module._check_converted()
 
 
 def test_compiled_code_knows_every_pair_that_the_start_allows():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from test_plan import ARRANGEMENTS, LAYERS, PAGES, distinct, side
 
-from sgl_kvpool.transfer.cpu_engine import CpuEngine
+from sgl_kvpool.transfer.cpu_engine import CpuEngine, TorchEngine
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.torch_engine import TorchEngine
+from sgl_kvpool.transfer.slots import Transfer
 
 CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 
@@ -35,14 +35,14 @@ def test_pages_arrive_and_nothing_else_changes(device, host, engine):
     taken, put = np.array([6, 9, 0, 9, 3])[::2], np.array([8, 9, 2, 9, 5], dtype=np.int32)[::2]
     before, expected = from_pages.copy(), to_pages.copy()
     expected[:, put] = from_pages[:, taken].reshape(LAYERS, 3, *expected.shape[2:])
-    there.copy(taken, put)
+    there.copy(Transfer(put, taken, to_host=True))
     assert np.array_equal(to_pages, expected)
     assert np.array_equal(from_pages, before)
 
     back = MAKERS[engine](TransferPlan(target, source, "kv"))
     expected = from_pages.copy()
     expected[1, [4, 2]] = to_pages[1, [8, 5]].reshape(2, *expected.shape[2:])
-    back.copy(np.array([8, 5]), np.array([4, 2]), 1)
+    back.copy(Transfer(np.array([8, 5]), np.array([4, 2]), to_host=False), 1)
     assert np.array_equal(from_pages, expected)
 
 
@@ -54,7 +54,8 @@ def test_long_runs_at_odd_addresses(row):
     target, to_pages = side("page_major", -18, pages=PAGES + 2, **sizes)
     expected = to_pages.copy()
     expected[:, [1, 8, 4]] = from_pages[:, [6, 0, 5]]
-    CpuEngine(TransferPlan(source, target, "kv"), 3).copy(np.array([6, 0, 5]), np.array([1, 8, 4]))
+    transfer = Transfer(np.array([1, 8, 4]), np.array([6, 0, 5]), to_host=True)
+    CpuEngine(TransferPlan(source, target, "kv"), 3).copy(transfer)
     assert np.array_equal(to_pages, expected)
 
 
@@ -66,6 +67,7 @@ import numpy as np
 from test_plan import side, distinct, PAGES
 from sgl_kvpool.transfer.cpu_engine import CpuEngine
 from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import Transfer
 source, from_pages = side("layer_major", distinct, row=65536)
 target, to_pages = side("page_major", -18, row=65536)
 engine = CpuEngine(TransferPlan(source, target, "kv"), 16)
@@ -79,7 +81,7 @@ try:
 except RuntimeError:
     pass
 pages = np.arange(PAGES)
-engine.copy(pages, pages[::-1].copy())
+engine.copy(Transfer(pages[::-1].copy(), pages, to_host=True))
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert np.array_equal(to_pages, from_pages[:, ::-1])
 print("copied")
@@ -136,10 +138,10 @@ def test_nothing_is_copied_for_empty_or_invalid_page_lists():
     target, to_pages = side("layer_major", -18)
     engine = CpuEngine(TransferPlan(source, target, "kv"))
     none = np.array([], dtype=np.int64)
-    engine.copy(none, none)
+    engine.copy(Transfer(none, none, to_host=False))
     for bad in (([0, 1], [2, 2]), ([0, PAGES], [0, 1]), ([0], [0, 1])):
         with pytest.raises(ValueError):
-            engine.copy(*map(np.array, bad))
+            engine.copy(Transfer(*map(np.array, bad), to_host=False))
     assert (to_pages == -18).all()
 
 

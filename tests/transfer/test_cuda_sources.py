@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvpool import compiler
+from sgl_kvpool.transfer.gpu_engine import calls_module
+
 SITE = Path(sysconfig.get_paths()["purelib"])
 CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 HOPPER = ["-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a"]
@@ -21,7 +24,7 @@ def nvcc():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Output of ptxas, and the device code, for the source that sglang.kernels.jit is given."""
+    """Output of ptxas, and the device code, for the engines' source."""
     import tvm_ffi
 
     folder = tmp_path_factory.mktemp("cuda")
@@ -68,14 +71,21 @@ def test_rows_move_16_bytes_at_a_time(compiled):
     assert loads == stores >= 4  # as many as a lane has in flight
 
 
-def test_compiles_for_torchs_loader(tmp_path):
-    """Compile, without linking, the binding that is used where SGLang is absent."""
-    import torch
+def test_the_library_is_compiled_as_on_a_gpu_machine(tmp_path, monkeypatch):
+    """By the nvcc of a folder like a toolkit's; calls that need no driver answer."""
+    found = nvcc().parents[1]
+    for name in ("bin", "include", "nvvm"):
+        (tmp_path / name).symlink_to(found / name)
+    (tmp_path / "lib64").mkdir()
+    (runtime,) = found.glob("lib/libcudart.so.*")
+    (tmp_path / "lib64" / "libcudart.so").symlink_to(runtime)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path / "cache"))
+    import torch  # noqa: F401  # loads the runtime, which no path names
 
-    include = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
-    flags = [word for folder in include for word in ("-I", folder)]
-    command = [nvcc(), *HOPPER, *flags, "-I", CSRC, "-DTORCH_EXTENSION_NAME=engines", "--cuda", "-o"]
-    done = subprocess.run(
-        [*command, tmp_path / "out.ii", CSRC / "bind_torch.cu"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    calls = calls_module((9, 0)).load()
+    assert calls.has_batches() in (True, False)
+    (library,) = compiler.libraries()
+    cuobjdump = SITE / "triton" / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.check_output([cuobjdump, "-lelf", library], text=True)
+    assert re.findall(r"sm_\w+", text) == ["sm_90a"]

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from sgl_kvpool.transfer import channel_builder
+from sgl_kvpool.transfer import channel
 from sgl_kvpool.transfer.engine_choice import LinkRates, choose
 
 ALL = {"run_bytes": 73728, "converts": False, "io_backend": "direct", "is_pinned": True}
@@ -70,8 +70,8 @@ def gpu_engines(plan, requested, gpu_calls, chunks=True):
 
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredChunks() if chunks else None
-    request = channel_builder.EngineRequest(requested, "kernel", given, gpu_calls)
-    return channel_builder._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
+    request = channel.EngineRequest(requested, "kernel", given, gpu_calls)
+    return channel._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
 
 
 def test_engines_that_cannot_be_built(failures, plan):
@@ -96,7 +96,7 @@ def test_one_line_says_which_and_why(caplog, plan, requested):
     name = "staged" if requested == "auto" else requested
     assert [engine(plan).name for engine in made] == [name, name]
     why = "page indices stay on the GPU with io backend kernel" if requested == "auto" else "requested"
-    lines = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
+    lines = [text for text in caplog.messages if text.startswith("sgl-kvpool: engine ")]
     assert lines == [f"sgl-kvpool: engine {name} {to}: {why}" for to in ("to host", "to device")]
 
 

@@ -10,6 +10,7 @@ from test_plan import LAYERS, PAGES, ROW, TOKENS, distinct, side
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, KernelEngine, StagedEngine
 from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import Transfer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
 
@@ -61,7 +62,7 @@ class Server:
         sizes = {"layers": 5, "tokens": 2, "row": 16}
         self.page_bytes = 5 * 2 * 16
         small_slots(monkeypatch, self.page_bytes, 3)
-        monkeypatch.setattr("sgl_kvpool.transfer.staged_engine._GROUP_BYTES", 2 * 2 * 16)
+        monkeypatch.setattr("sgl_kvpool.transfer.engines._GROUP_BYTES", 2 * 2 * 16)
         self.device, self.on_device = side(arrangement, 0, pages=MANY, **sizes)
         self.host, self.on_host = side("page_major", 0, pages=MANY, **sizes)
         self.store = StagedEngine(TransferPlan(self.device, self.host, "kv"), tools(self.page_bytes), True)
@@ -90,12 +91,13 @@ class Server:
         self.on_device[...], self.on_host[...] = 121, 122
         self.write(value_of)
         for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
-            self.store.copy(pages, host_pages)
+            self.store.copy(Transfer(host_pages, pages, to_host=True))
         calls().order(CALLER, COMPUTE)  # SGLang reuses the slots once the stores are over
         self.write(lambda page: 123)
         for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
+            load = Transfer(host_pages, pages, to_host=False)
             for part in range(5):
-                self.load.copy(host_pages, pages, part)
+                self.load.copy(load, part)
         self.enqueued = steps_enqueued()
         calls().play(seed)
         expected = np.array([value_of(page) for page in range(MANY)])
@@ -143,30 +145,6 @@ def test_every_wait_is_needed(monkeypatch):
     assert needed > count / 2
 
 
-def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
-    """The same list objects: the second load copies the bytes that the host pages have by then."""
-    server = Server(monkeypatch)
-    for value in (5, 6):
-        server.on_host[...] = value
-        for part in range(5):
-            server.load.copy(server.host_pages[0], server.lists[0], part)
-        calls().play(value)
-        assert (server.on_device[:, ::2] == value).all()
-
-
-def test_a_load_of_all_layers_and_then_of_each_layer(monkeypatch):
-    """The same list objects, first for all layers at once: the calls by layer after it are a new load."""
-    server = Server(monkeypatch)
-    server.on_host[...] = 5
-    server.load.copy(server.host_pages[0], server.lists[0])
-    calls().play(1)
-    server.on_host[...] = 6
-    for part in range(5):
-        server.load.copy(server.host_pages[0], server.lists[0], part)
-    calls().play(2)
-    assert (server.on_device[:, ::2] == 6).all()
-
-
 def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
     server = Server(monkeypatch)
     real, asked = calls(), []
@@ -182,10 +160,11 @@ def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
             real.begin(*arguments)
 
     server.load.tools = dataclasses.replace(server.load.tools, calls=Fails())
+    load = Transfer(server.host_pages[0], server.lists[0], to_host=False)
     with pytest.raises(RuntimeError, match="on purpose"):
-        server.load.copy(server.host_pages[0], server.lists[0], 0)
+        server.load.copy(load, 0)
     for part in range(1, 5):
-        server.load.copy(server.host_pages[0], server.lists[0], part)
+        server.load.copy(load, part)
     assert len(asked) == 2
     calls().play(1)
 
@@ -209,8 +188,9 @@ def test_a_channel_counts_a_load_once(counting):
     on_host[...] = distinct(on_host.shape)
     lists = [(np.array([1, 8]), slots_of([2, 5])), (np.array([3]), slots_of([0]))]
     for numbers, pages in lists:
+        load = Transfer(numbers, pages, to_host=False)
         for part in range(LAYERS):
-            channel.run(numbers, pages, part)
+            channel.run(load, part)
         calls().play(1)
         assert np.array_equal(
             on_device[:, pages.page_indices()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
@@ -225,7 +205,7 @@ def test_a_channel_counts_a_load_once(counting):
 def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, counting, failures, engine):
     """A kernel or copy of a store or load fails: the bytes are right, and the engine does the next one."""
     small_slots(monkeypatch, LAYERS * TOKENS * ROW, 2)
-    monkeypatch.setattr("sgl_kvpool.transfer.staged_engine._GROUP_BYTES", 2 * TOKENS * ROW)
+    monkeypatch.setattr("sgl_kvpool.transfer.engines._GROUP_BYTES", 2 * TOKENS * ROW)
     device, on_device = side("layer_major", 0)
     host, on_host = side("page_major", 0, pages=PAGES + 2)
     shared = tools(LAYERS * TOKENS * ROW)
@@ -247,9 +227,9 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
                 expected[:, pages.page_indices()] = on_host[:, numbers].reshape(LAYERS, 5, -1)
             before = failures()
             calls().fail_after(steps)
-            lists = (pages, numbers) if to_host else (numbers, pages)
+            transfer = Transfer(numbers, pages, to_host=to_host)
             for part in [None] if to_host else range(LAYERS):
-                channel.run(*lists, part)
+                channel.run(transfer, part)
             calls().play(seed)
             assert np.array_equal(on_host if to_host else on_device, expected)
             if failures() == before:
@@ -259,10 +239,12 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
             failed[kind] += 1
             calls().fail_after(-1)
             before = failures()
-            again = [(slots_of([2, 5]), np.array([1, 7])) for _ in range(3)]  # kept until all is played
-            for both in again:
+            both = np.array([1, 7]), slots_of([2, 5])
+            # Kept until all is played.
+            again = [Transfer(*both, to_host=to_host) for _ in range(3)]
+            for transfer in again:
                 for part in [None] if to_host else range(LAYERS):
-                    channel.run(*(both if to_host else both[::-1]), part)
+                    channel.run(transfer, part)
             assert calls().play(seed) > 0
             assert failures() == before
     # A store by one kernel or one batch of copies has one step.

@@ -13,12 +13,12 @@ from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, copies_of, disti
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.transfer import page_buffer
+from sgl_kvpool.transfer import gpu_engine
 from sgl_kvpool.transfer.conversion import RowConversion
-from sgl_kvpool.transfer.engines import GPU_ENGINES, CopyEngine, StagedEngine
+from sgl_kvpool.transfer.engines import _GROUP_BYTES, GPU_ENGINES, CopyEngine, StagedEngine, _groups
 from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.staged_engine import _GROUP_BYTES, _groups
+from sgl_kvpool.transfer.slots import Transfer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
 
@@ -42,7 +42,7 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
     there = GPU_ENGINES[engine](TransferPlan(device, host, "kv"), tools(page_bytes), True)
     before, expected = on_device.copy(), on_host.copy()
     expected[:, put] = on_device[:, taken].reshape(LAYERS, len(taken), *expected.shape[2:])
-    there.copy(on_gpu, numbers)
+    there.copy(Transfer(numbers, on_gpu, to_host=True))
     calls().play(data.draw(st.integers(0, 1000)))
     assert np.array_equal(on_host, expected)
     assert np.array_equal(on_device, before)
@@ -50,8 +50,9 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
     back = GPU_ENGINES[engine](TransferPlan(host, device, "kv"), tools(page_bytes), False)
     on_host[...] = distinct(on_host.shape)[::-1]
     layers = data.draw(st.permutations(range(LAYERS)))[: data.draw(st.integers(0, LAYERS))]
+    load = Transfer(numbers, on_gpu, to_host=False)
     for part in layers:
-        back.copy(numbers, on_gpu, part)
+        back.copy(load, part)
     # The staged engine also copies the other layers of the group, which a load requests anyway.
     brought = range(LAYERS) if engine == "staged" and layers else layers
     for part in brought:
@@ -90,14 +91,15 @@ def test_rows_change_their_format_on_the_way(own, other, page_size, arrangement,
 
     there = TransferPlan(device, host, "kv", conversion)
     there = GPU_ENGINES[engine](there, tools(page_bytes), True)  # kept: steps refer to what it holds
-    there.copy(on_gpu, put)
+    there.copy(Transfer(put, on_gpu, to_host=True))
     calls().play(1)
     assert np.array_equal(on_host, expected)
     back = GPU_ENGINES[engine](
         TransferPlan(host, device, "kv", conversion.reversed()), tools(page_bytes), False
     )
+    load = Transfer(put, on_gpu, to_host=False)
     for part in range(LAYERS):
-        back.copy(put, on_gpu, part)
+        back.copy(load, part)
     calls().play(2)
     assert np.array_equal(on_device, before)
 
@@ -106,8 +108,8 @@ def test_parts_of_several_sizes_in_one_plan(published):
     """A real DSA pool: rows of 1152 bytes and index keys of 132 per token, packed one after the other."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.srt.pool import describe
-    from sgl_kvpool.transfer.page_view import packed_view
+    from sgl_kvpool.connectors import describe
+    from sgl_kvpool.transfer.slots import packed_view
 
     pool = DSATokenToKVPool(
         size=4 * 64, page_size=64, kv_lora_rank=512, dtype=torch.bfloat16, qk_rope_head_dim=64, layer_num=3,
@@ -132,7 +134,7 @@ def test_parts_of_several_sizes_in_one_plan(published):
         plan = TransferPlan(device, host, group.name)
         on_gpu, put = slots_of([4, 1], 64), np.array([0, 5])
         there = GPU_ENGINES[engine](plan, tools(group.bytes_per_page), True)
-        there.copy(on_gpu, put)
+        there.copy(Transfer(put, on_gpu, to_host=True))
         calls().play(3)
         packed = np.concatenate([pages[[4, 1]] for pages in order], axis=1)
         expected[[0, 5], 16 : 16 + packed.shape[1]] = packed
@@ -140,9 +142,9 @@ def test_parts_of_several_sizes_in_one_plan(published):
 
         memory[5, 16:-48] = torch.from_numpy(generator.integers(0, 256, packed.shape[1], dtype=np.uint8))
         back = GPU_ENGINES[engine](TransferPlan(host, device, group.name), tools(group.bytes_per_page), False)
-        from_page, into = np.array([5]), slots_of([2], 64)
+        load = Transfer(np.array([5]), slots_of([2], 64), to_host=False)
         for part in range(len(group.layers)):
-            back.copy(from_page, into, part)
+            back.copy(load, part)
         calls().play(4)
         assert np.array_equal(np.concatenate([pages[2] for pages in order]), memory[5, 16:-48].numpy())
 
@@ -209,10 +211,10 @@ def test_neighbours_on_both_sides_are_one_copy(device, host):
 
 def test_buffers_are_bounded():
     for page_bytes in (4096, 61 * 64 * 416, 61 * 64 * 1152, 16 << 20):
-        assert page_buffer.buffer_bytes(page_bytes) <= min(128 << 20, 128 * page_bytes)
-    assert page_buffer.buffer_bytes(40 << 20) == 8 * (40 << 20)
+        assert gpu_engine.buffer_bytes(page_bytes) <= min(128 << 20, 128 * page_bytes)
+    assert gpu_engine.buffer_bytes(40 << 20) == 8 * (40 << 20)
     given_tools = tools(61 * 64 * 416)
-    assert given_tools.buffer.memory.nbytes * 2 == page_buffer.buffer_bytes(61 * 64 * 416)
+    assert given_tools.buffer.memory.nbytes * 2 == gpu_engine.buffer_bytes(61 * 64 * 416)
     assert len(given_tools.buffer.pages(61 * 64 * 416)) == 10
 
 
@@ -223,9 +225,9 @@ def test_bad_lists_are_refused_before_anything_is_enqueued():
         made = engine(TransferPlan(device, host, "kv"), tools(LAYERS * TOKENS * ROW), True)
         for pages in ([0, PAGES + 2], [-1, 0]):
             with pytest.raises(ValueError, match=text):
-                made.copy(slots_of([1, 2]), np.array(pages))
-        with pytest.raises(ValueError, match="2 source pages for 1 target pages"):
-            made.copy(slots_of([1, 2]), np.array([0]))
+                made.copy(Transfer(np.array(pages), slots_of([1, 2]), to_host=True))
+        with pytest.raises(ValueError, match="2 (source|device) pages for 1 (target|host) pages"):
+            made.copy(Transfer(np.array([0]), slots_of([1, 2]), to_host=True))
     assert calls().play(0) == 0
 
 
@@ -244,9 +246,9 @@ def test_no_pages_and_no_layers():
             (TransferPlan(host, device, "kv"), False),
         ):
             made = engine(plan, tools(LAYERS * TOKENS * ROW), to_host)
-            made.copy(*((none, empty) if to_host else (empty, none)))
+            made.copy(Transfer(empty, none, to_host=to_host))
             if not layers:
-                made.copy(*((slots_of([1]), np.array([1])) if to_host else (np.array([1]), slots_of([1]))))
+                made.copy(Transfer(np.array([1]), slots_of([1]), to_host=to_host))
     calls().play(0)
     for on_device, on_host in memory:
         assert np.array_equal(on_device, distinct(on_device.shape))

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.connectors.cross_layer import LayerPages
 from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
     CanonicalKVCaches,
@@ -17,7 +18,6 @@ from sgl_kvpool.memory.canonical import (
     TensorList,
     byte_pages,
 )
-from sgl_kvpool.memory.cross_layer import LayerPages
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.plan import TransferPlan
 

@@ -175,7 +175,7 @@ template <Latent kTo>
 constexpr int64_t kConvertedBytesPerThread = kTo == Latent::kE2m1 ? 256 * 1024 : 1024 * 1024;
 
 // Calls `function.template operator()<from, to>()` for the pairs that a narrower host tier needs, in both directions;
-// returns false for any other pair.
+// returns false for any other pair. _CONVERTED of ../../transfer/conversion.py lists the same pairs.
 template <typename Function>
 bool for_formats(Latent from, Latent to, Function&& function) {
 #define KVPOOL_ONE_WAY(a, b)                                                      \

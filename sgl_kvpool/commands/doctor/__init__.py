@@ -3,40 +3,82 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
+from sgl_kvpool import compiler
 from sgl_kvpool.commands.doctor import probes
 from sgl_kvpool.commands.doctor.probes import Finding
+from sgl_kvpool.commands.warmup.steps import CACHES
 
-__all__ = ["SCHEMA", "as_json", "as_text", "examine", "problems"]
+__all__ = ["SCHEMA", "as_json", "as_text", "compiled_code", "examine", "problems"]
 
 SCHEMA = 1
 
 
-def examine(*, with_self_check: bool = False) -> dict[str, Finding]:
+def examine(
+    *, with_self_check: bool = False, reached: Callable[[str], None] = lambda name: None
+) -> dict[str, Finding]:
     """Run every probe, also after another one has failed; return findings by the probe's name.
 
-    Parameters
-    ----------
-    with_self_check : bool
-        Whether to write, read, attend and transfer rows of every layout too.
+    `reached` is called with a probe's name before it runs.
     """
-    findings = {
-        "packages": _guarded(probes.packages),
-        "plugin": _guarded(probes.plugin),
-        "hook points": _guarded(partial(probes.in_child, "hook points")),
-        "gpu": _guarded(partial(probes.in_child, "gpu")),
+    first: dict[str, Callable[[], Finding]] = {
+        "packages": probes.packages,
+        "plugin": probes.plugin,
+        "compiled code": compiled_code,
+        "hook points": partial(probes.in_child, "hook points"),
+        "gpu": partial(probes.in_child, "gpu"),
     }
+    findings = {}
+    for name, probe in first.items():
+        reached(name)
+        findings[name] = _guarded(probe)
     device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"
     findings["would be used"] = _guarded(partial(probes.used, device))
     if "devices" not in findings["gpu"].facts:
         findings["would be used"].notes.append("an assumption: the presence of a GPU is unknown, see above")
+    reached("host")
     findings["host"] = _guarded(partial(probes.in_child, "host"))
+    findings["folders of stores"] = _guarded(probes.store_folders)
     if with_self_check:
+        reached("self-check")
         findings["self-check"] = _guarded(partial(probes.in_child, "self-check"))
     return findings
+
+
+def compiled_code() -> Finding:
+    """Number and size of our libraries, and which libraries of a server cannot be loaded."""
+    folder, libraries = compiler.folder(), compiler.libraries()
+    size_bytes = sum(path.lstat().st_size for path in libraries)
+    finding = Finding({"folder": str(folder), "libraries": len(libraries), "size_bytes": size_bytes})
+    for path in filter(compiler.damaged, libraries):
+        if os.access(folder, os.W_OK):
+            finding.notes.append(f"{path} is damaged; a server that needs it compiles it again")
+        else:
+            finding.problems.append(f"{path} is damaged, and its folder is read-only: make it again there")
+    for name in ("sglang", "torch", "triton", "flashinfer"):
+        for path in CACHES[name].folder().rglob("*.so"):
+            if path.is_file() and _is_truncated(path):
+                finding.problems.append(
+                    f"{path} is truncated, and a process that loads it ends with SIGBUS: delete {path.parent}"
+                )
+    return finding
+
+
+def _is_truncated(library: Path) -> bool:
+    """Whether a library is shorter than its ELF header says."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return True
+    # Linkers write the table of sections last.
+    offset_bytes, entry_bytes, entries = struct.unpack("<40xQ10xHH2x", header)
+    return library.stat().st_size < offset_bytes + entry_bytes * entries
 
 
 def _guarded(probe: Callable[[], Finding]) -> Finding:

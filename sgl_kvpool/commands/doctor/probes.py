@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
+from sgl_kvpool.commands.child import Answers
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.numa import interleave, numa_nodes
-from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
+from sgl_kvpool.transfer.host_options import RESERVED_BYTES
+from sgl_kvpool.transfer.store_folders import FILE_STORES
 
 __all__ = [
     "Finding",
@@ -36,6 +38,7 @@ __all__ = [
     "packages",
     "plugin",
     "self_check",
+    "store_folders",
     "used",
 ]
 
@@ -56,12 +59,8 @@ class Finding:
 
     Attributes
     ----------
-    facts : dict
-        Values by name, JSON types only.
     problems : list of str
-        Reasons why layouts do not work, with the way out.
-    notes : list of str
-        Other observations.
+        Reasons why layouts do not work, and what to change.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -127,11 +126,12 @@ def plugin() -> Finding:
 
 def hook_points() -> Finding:
     """Which hook groups work on the installed SGLang. Imports SGLang."""
+    from sgl_kvpool.commands.hook_group import COMMANDS
     from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
     from sgl_kvpool.sglang_plugin.hook_points import check
 
     finding = Finding({"checked": 0, "hold": 0})
-    for group in GROUPS:
+    for group in (*GROUPS, COMMANDS):
         points = group.points()
         problems = check(points)
         finding.facts["checked"] += len(points)
@@ -201,7 +201,6 @@ def _driver(finding: Finding) -> None:
             )
 
 
-#: The codec is not loaded here: a damaged library in tvm-ffi's cache would end this process.
 _CPU_CODEC = "C++ encoder (torch's if there is no compiler), torch decoder"
 
 
@@ -213,7 +212,7 @@ def used(device: str) -> Finding:
 
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else _CPU_CODEC})
     try:
-        requested = ARRANGEMENT.exported() or AUTO
+        requested = ARRANGEMENT.from_env() or AUTO
     except ValueError:  # reported by the probe of the plugin
         requested = AUTO
     arrangement = choose_arrangement(requested)
@@ -269,12 +268,25 @@ def host() -> Finding:
     finding.facts["memory_bytes"] = memory.total
     free = memory.available if limited is None else min(memory.available, limited)
     finding.facts["free_bytes"] = free
-    finding.facts["host_tier_bytes"] = max(0, free - KEPT_FREE_BYTES)
-    if free <= KEPT_FREE_BYTES:
+    finding.facts["host_tier_bytes"] = max(0, free - RESERVED_BYTES)
+    if free <= RESERVED_BYTES:
         finding.notes.append(
-            f"--enable-hierarchical-cache would not start: SGLang keeps {KEPT_FREE_BYTES / 1e9:.1f} GB of "
+            f"--enable-hierarchical-cache would not start: SGLang keeps {RESERVED_BYTES / 1e9:.1f} GB of "
             "host memory free"
         )
+    return finding
+
+
+def store_folders() -> Finding:
+    """Folders in which stores of files would keep pages here, and what lets other accounts reach them."""
+    finding = Finding()
+    for name, store in FILE_STORES.items():
+        folders = store.folders()
+        finding.facts[name] = ", ".join(map(str, folders)) or None
+        for folder in folders:
+            warning = store.warning(folder)
+            if warning is not None and (folder.exists() or os.environ.get(store.variable)):
+                finding.notes.append(warning)
     return finding
 
 
@@ -337,7 +349,7 @@ def in_child(name: str) -> Finding:
     """Run the probe of this name in a process of its own; RuntimeError if the process prints no finding."""
     done = subprocess.run(
         # -P: imports ignore the working folder.
-        [sys.executable, "-P", "-c", f"from {__name__} import answer; answer({name!r})"],
+        [sys.executable, "-P", "-c", f"print(flush=True); from {__name__} import answer; answer({name!r})"],
         capture_output=True,
         text=True,
         errors="replace",
@@ -354,12 +366,7 @@ def in_child(name: str) -> Finding:
 
 
 def answer(name: str) -> None:
-    """In the child: print the finding of the probe of this name as the last line of stdout.
-
-    Output of imports goes to stderr.
-    """
-    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    """In the child: print the finding of the probe of this name as the last line of stdout."""
+    answers = Answers()
     finding = {"hook points": hook_points, "gpu": gpu, "host": host, "self-check": self_check}[name]()
-    with stdout:
-        stdout.write("\n" + json.dumps(asdict(finding)) + "\n")
+    answers.send(asdict(finding))

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from sgl_kvpool.attention.decode import mla_decode
-from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.commands import rehearsal
+from sgl_kvpool.commands.doctor.rates import rates
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.srt.pool import PoolOptions
 from sgl_kvpool.transfer.conversion import narrower_layouts
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -28,7 +30,8 @@ def self_check() -> tuple[dict[str, str], list[str]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)  # for tensors this small, threads cost more than they gain
     _publish(device)
-    facts, problems = {"device": device}, []
+    facts: dict[str, str] = {"device": device}
+    problems = []
     for name, make in _pools(device):
         began = time.monotonic()
         try:
@@ -38,67 +41,44 @@ def self_check() -> tuple[dict[str, str], list[str]]:
             problems.append(f"{name}: {error}; do not serve this, and report it")
         else:
             facts[name] = f"passed in {time.monotonic() - began:.2f} s: {', '.join(found)}"
+    try:
+        facts |= rates(device)
+    except Exception as error:  # rates are worth less than the checks above
+        problems.append(f"rates of the link and of rows: {error}")
     return facts, problems
 
 
 def _publish(device: str) -> None:
-    """Set what SGLang's pools and controllers need: process group, server arguments and host-tier hooks."""
+    """Set what SGLang's pools and controllers need: process group and server arguments."""
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    args = ServerArgs(
-        model_path="none",
-        device=device,
+    rehearsal.publish(
+        device,
         enable_hierarchical_cache=True,
         hicache_ratio=2.0,
         page_size=_PAGE_SIZE,
         hicache_mem_layout="page_first",
         hicache_io_backend="kernel",
     )
-    publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     # SGLang keeps 10 GiB free; the tiers here have a few megabytes.
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    host_tier.install()
 
 
 def _pools(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Functions that make a pool, each with a name made of the server's argument values."""
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
-    from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES
-
+    make = partial(
+        rehearsal.make_pool, **_GEOMETRY, size=(_PAGES - 1) * _PAGE_SIZE, page_size=_PAGE_SIZE,
+        layer_num=_LAYERS, device=device,
+    )  # fmt: skip
     for layout in MLAKVCacheLayout:
-        common: dict[str, Any] = {
-            **_GEOMETRY,
-            "size": (_PAGES - 1) * _PAGE_SIZE,
-            "page_size": _PAGE_SIZE,
-            "layer_num": _LAYERS,
-            "device": device,
-            "enable_memory_saver": False,
-            "kv_cache_layout": layout,
-        }
-        dense = partial(
-            LayoutMLATokenToKVPool, **common, dtype=SHOWN_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=False)]
-        )
         for arrangement in KVArrangement.of_rows():
-            yield f"{layout} {arrangement}", partial(dense, kv_cache_arrangement=arrangement)
-        fmt = layout.pool_row_format(**_GEOMETRY)
-        for host in narrower_layouts(fmt):
-            yield f"{layout}, host {host}", partial(dense, host_tier=HostTierOptions(layout=host.value))
-        fmt = layout.pool_row_format(**_GEOMETRY, is_dsa=True)
-        scaled = layout.is_packed and sglang_dsa_reads(layout)
-        sparse = partial(
-            LayoutDSATokenToKVPool,
-            **common,
-            dtype=SHOWN_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=True)],
-            index_head_dim=128,
-            kv_cache_dim=fmt.row_bytes if scaled else fmt.head_dim,
-        )
-        yield f"{layout}, sparse", sparse
+            yield f"{layout} {arrangement}", partial(make, PoolOptions(layout, arrangement=arrangement))
+        for host in narrower_layouts(layout.pool_row_format(**_GEOMETRY)):
+            options = PoolOptions(layout, host_tier=HostTierOptions(layout=host.value))
+            yield f"{layout}, host {host}", partial(make, options)
+        yield f"{layout}, sparse", partial(make, PoolOptions(layout), is_dsa=True)
 
 
 def _checks(pool: Any) -> Iterator[str]:
@@ -106,15 +86,17 @@ def _checks(pool: Any) -> Iterator[str]:
 
     yield check_rows(pool)
 
-    def attend(q, rows, slots, counts, scale):
-        return mla_decode(q, rows.squeeze(1), slots, counts, pool.row_format, scale, page=pool.slot_pages)[0]
+    def attend(q, rows, kv_indices, kv_lens, scale):
+        return mla_decode(
+            q, rows.squeeze(1), kv_indices, kv_lens, pool.row_format, scale, page=pool.page_stride
+        )[0]
 
     yield check_lists(pool, _LAYERS - 1, _HEADS, _SCALE, attend)
     if pool.serves_dsa:
         return  # SGLang's host tier of index keys needs a GPU
     controller = _controller(pool)
     if controller is None:
-        yield "SGLang's own host tier"
+        yield "host tier not checked, it is SGLang's own"
         return
     yield check_tier(controller, lambda good: good)
 
@@ -126,10 +108,12 @@ def _controller(pool: Any) -> Any:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_only_group
 
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+    from sgl_kvpool.sglang_plugin import hook_groups
+    from sgl_kvpool.srt.host.tier_bytes import has_our_tier
 
-    if not HierarchicalMLAHostPool.takes(pool):
+    if not has_our_tier(pool):
         return None
+    hook_groups.apply(hook_groups.named("host tier"))
     allocator = PagedTokenToKVPoolAllocator(
         pool.size,
         page_size=_PAGE_SIZE,

@@ -7,13 +7,22 @@ in order; an unreadable model ends the output, since the other servers would fai
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+from sgl_kvpool.commands.child import Answers
+
+#: Compute capability of H100, H200 and H20.
+_HOPPER = (9, 0)
+#: Streaming multiprocessors of an H100 SXM and an H200. Only the workspace of decode depends on them.
+_SM_COUNT = 132
 #: Modules with the rules; all must be imported before the GPU is described.
 _MODULES = (
     "sglang.srt.entrypoints.engine",
@@ -24,8 +33,7 @@ _MODULES = (
 
 def main() -> int:
     """Answer one request; returns the exit status."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of imports
+    answers = Answers()
     request = json.load(sys.stdin)
     import importlib
 
@@ -34,6 +42,7 @@ def main() -> int:
     from sglang.srt.plugins import load_plugins
 
     from sgl_kvpool import env
+    from sgl_kvpool.commands.hook_group import COMMANDS
     from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
@@ -43,7 +52,7 @@ def main() -> int:
     load_plugins()
     # A server on the described GPU checks its hook groups. Some of their modules look for a GPU when they are
     # imported, so they must be imported before the GPU is described.
-    for group in hook_groups.GROUPS:
+    for group in (*hook_groups.GROUPS, COMMANDS):
         group.problem()
     from sgl_kvpool.commands.plan.sizing import Machine, ServerRequest
 
@@ -57,16 +66,16 @@ def main() -> int:
             ranks = answer["too_heavy"]
             key = (wanted.model_path, *ranks.values())
             if key not in enough:
-                enough[key] = _enough(wanted, machine, **ranks)
+                enough[key] = _min_gpus_text(wanted, machine, **ranks)
             answer = {"refused": f"{answer['refused']}; {enough[key]}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        answers.send(answer)
         if "unreadable" in answer:
             break
     return 0
 
 
-def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
-    """Text with the number of GPUs, found in forks, on which a server too large for `tp_size` would start."""
+def _min_gpus_text(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
+    """Says how many GPUs would be enough. Tries larger tp sizes, each in a forked process."""
     groups = tp_size // attention_ranks  # groups of DP attention
     for ranks in range(attention_ranks + 1, heads + 1):
         count = groups * ranks
@@ -110,11 +119,10 @@ def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
 def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     """Sizes of a server, or the reason why SGLang would refuse it or cannot read the model."""
     from sgl_kvpool.attention.topk_transform import UnsupportedCombination
-    from sgl_kvpool.commands.plan.gpu import DescribedGPU, describe
     from sgl_kvpool.commands.plan.plannable import IncompleteConfig, TooHeavy
     from sgl_kvpool.commands.plan.sizing import size_server
 
-    describe(DescribedGPU(machine.gpu_gib, machine.gpu_count))
+    _describe(machine)
     try:
         return size_server(wanted, machine)
     except TooHeavy as error:
@@ -145,6 +153,53 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
             "failed": f"sizing ended with {type(error).__name__}: {error}. Fields of config.json that are "
             "missing or have another type than SGLang reads cause this; else report a bug"
         }
+
+
+def _describe(machine: Any) -> None:
+    """Make SGLang see the GPUs of a machine from now on; modules with its rules must be imported before.
+
+    The description cannot be undone.
+    """
+    import torch
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.utils import common
+
+    name = "a Hopper GPU of sgl-kvpool plan"
+    properties = SimpleNamespace(
+        major=_HOPPER[0], minor=_HOPPER[1], name=name, multi_processor_count=_SM_COUNT,
+        total_memory=int(machine.gpu_gib * 2**30),
+    )  # fmt: skip
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: machine.gpu_count
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda *_: _HOPPER
+    torch.cuda.get_device_name = lambda *_: name
+    torch.cuda.get_device_properties = lambda *_: properties
+    _forget_answers()
+    # In MiB.
+    _replace_everywhere(common.get_device_memory_capacity, lambda device=None: machine.gpu_gib * 1024)
+    # This function asks the platform that SGLang chose at import, which was the CPU.
+    _replace_everywhere(mamba_hook._platform_supports_mamba_cache_extra_buffer, lambda: True)
+
+
+def _forget_answers() -> None:
+    """Clear SGLang's caches of machine properties."""
+    for module in _sglang_modules():
+        for value in list(vars(module).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
+def _replace_everywhere(function: Callable, replacement: Callable) -> None:
+    """Replace `function` in all modules of SGLang, under any name."""
+    for module in _sglang_modules():
+        for name, value in list(vars(module).items()):
+            if value is function:
+                setattr(module, name, replacement)
+
+
+def _sglang_modules() -> list[Any]:
+    return [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "sglang"]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
+from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
@@ -84,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "server_arguments",
         nargs="*",
         metavar="-- ARGUMENT",
-        help="after --: further arguments of sglang.launch_server, for every layout",
+        help="after --: further arguments of sglang serve, for every layout",
     )
 
 
@@ -120,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
         servers = [_request(path, each, arguments, others) for each in candidates]
         print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
-        answers = _ask_again(machine, servers, ask(machine, servers))
+        answers = _retry_with_named_arguments(machine, servers, ask(machine, servers))
     plan = Plan.of(
         model=model.launch_path,
         machine=machine,
@@ -141,17 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Size servers in a process that imports SGLang.
 
-    Parameters
-    ----------
-    machine : dict
-        Fields of `sizing.Machine`.
-    servers : list of dict
-        Fields of `sizing.ServerRequest`.
-
-    Returns
-    -------
-    list of dict
-        Results of `sizing.size_server`, or `refused` with the reason.
+    Returns results of `sizing.size_server`, or `refused` with the reason.
 
     Raises
     ------
@@ -163,24 +155,35 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # The process must see no GPU; and it must have a single thread, because it forks.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**inherited, **alone},
-        start_new_session=True,  # a process group, so that its forks are ended with it
-    )
-    try:
-        output, errors = process.communicate(json.dumps({"machine": machine, "servers": servers}))
-    except BaseException:  # Ctrl-C and SIGTERM: end the process group
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    last = "\n".join(errors.splitlines()[-15:])
-    answers = [] if process.returncode else [json.loads(line) for line in output.splitlines()]
+    with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as given:
+        json.dump({"machine": machine, "servers": servers}, given)
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**inherited, **alone},
+            start_new_session=True,  # a process group, so that its forks are ended with it
+        )
+        assert process.stdout is not None
+        lines = []
+        try:
+            with progress("asking SGLang") as reached:
+                reached("importing it")
+                for line in process.stdout:
+                    lines.append(line)
+                    reached(f"{len(lines)} of {len(servers)} servers")
+                process.wait()
+        except BaseException:  # Ctrl-C and SIGTERM: end the process group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        log.seek(0)
+        last = "\n".join(log.read().splitlines()[-15:])
+    answers = [] if process.returncode else [json.loads(line) for line in lines]
     for answer in answers:
         if "unreadable" in answer:  # this is the last answer
             raise OSError(answer["unreadable"])
@@ -193,10 +196,10 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     return answers
 
 
-def _ask_again(
+def _retry_with_named_arguments(
     machine: dict[str, Any], servers: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Retry the servers whose refusal names arguments, with these arguments."""
+    """If a refusal names arguments that would help, size that server once more with them."""
     again = [number for number, answer in enumerate(answers) if "instead" in answer]
     if not again:
         return answers

@@ -93,11 +93,6 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
         kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
         raise ValueError(f"{model_name(model_config)} has {kind}: sgl-kvpool has no layout for its cache")
-    if view.pp_size > 1:
-        raise ValueError(
-            f"--pp-size {view.pp_size}: the stages of a pipeline have pools of different sizes, which `plan` "
-            "does not support; leave it out"
-        )
     if view.mem_fraction_static > 1:
         raise ValueError(
             f"--mem-fraction-static {view.mem_fraction_static:g} is more than a GPU has, and SGLang would "
@@ -105,15 +100,6 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
         )
     if view.page_size < 1:
         raise ValueError(f"--page-size {view.page_size} is not a number of tokens; give 1 or more")
-    if view.dcp_size > 1:
-        raise ValueError(
-            f"--dcp-size {view.dcp_size}: `plan` does not support ranks that keep parts of a request's "
-            "tokens, and neither does any layout; leave it out"
-        )
-    if view.max_total_tokens is not None:
-        raise ValueError(
-            "--max-total-tokens sets the result of the plan; leave it out of the server's arguments"
-        )
 
 
 def check_heads(model_config: Any) -> None:
@@ -128,24 +114,20 @@ def check_heads(model_config: Any) -> None:
         )
 
 
-def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: float, model_config: Any) -> None:
-    """Raise TooHeavy, a ValueError, if no memory is left for rows.
+def check_weights(weights_gib: float, machine: Any, view: Any, model_config: Any) -> None:
+    """Raise ValueError if no memory is left for rows; without a pipeline TooHeavy, which is one.
 
     SGLang's own error may suggest a --mem-fraction-static above 1.
 
     Parameters
     ----------
-    weights_gib : float
-        Weights of all ranks together, including a draft's.
-    machine : Machine
-    tp_size : int
-    fraction : float
-        --mem-fraction-static: weights and rows may take this fraction of the memory free before loading.
-    model_config : ModelConfig
+    view
+        A resolving view. Weights and rows may take --mem-fraction-static of the memory free before loading.
     """
     from sglang.srt.runtime_context import get_parallel
 
-    free_gib, rank_gib = machine.gpu_gib - machine.taken_gib, weights_gib / tp_size
+    gpus, fraction = view.tp_size * view.pp_size, view.mem_fraction_static
+    free_gib, rank_gib = machine.gpu_gib - machine.taken_gib, weights_gib / gpus
     if fraction <= 0:
         raise ValueError(
             f"--gpu-gb {machine.gpu_gib:g} is less memory than SGLang reserves beside weights and rows: it "
@@ -154,7 +136,7 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
     if rank_gib < free_gib * fraction:
         return
     what = (
-        f"{round(weights_gib, 1):g} GiB of weights do not fit {tp_size} x {machine.gpu_gib:g} GiB: each GPU "
+        f"{round(weights_gib, 1):g} GiB of weights do not fit {gpus} x {machine.gpu_gib:g} GiB: each GPU "
         f"would hold {rank_gib:.1f} GiB of them"
     )
     if rank_gib >= free_gib:
@@ -165,8 +147,10 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
             f"together; the fraction that the weights need, above {rank_gib / free_gib:.3f}, would leave "
             f"less than {free_gib - rank_gib:.1f} GiB for everything else"
         )
+    if view.pp_size > 1:
+        raise ValueError(f"{what}, {why}")
     ranks = get_parallel().attn_tp_size
-    raise TooHeavy(f"{what}, {why}", tp_size, ranks, model_config.num_attention_heads)
+    raise TooHeavy(f"{what}, {why}", view.tp_size, ranks, model_config.num_attention_heads)
 
 
 def check_drafts(view: Any, configurator: Any) -> None:

@@ -7,13 +7,113 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool.commands.plan.host_tier import HostBytes, HostTokens, host_tokens, largest_whole_gb
+from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
-__all__ = ["CONTEXT_TOKENS", "SCHEMA", "Plan", "PlannedServer"]
+__all__ = [
+    "CONTEXT_TOKENS",
+    "MEMORY",
+    "SCHEMA",
+    "HostBytes",
+    "HostTokens",
+    "Plan",
+    "PlannedServer",
+    "host_tokens",
+    "largest_whole_gb",
+]
 
+_GB = 1e9  # unit of --hicache-size
 SCHEMA = 1
+#: Limits of the tokens.
+MEMORY, MAX_TOTAL = "memory for rows", "--max-total-tokens"
 #: Tokens of a request, unless the model's context is shorter.
 CONTEXT_TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes per token and slot in a host tier.
+
+    Attributes
+    ----------
+    token_bytes : int
+        Rows of a token in all layers, including packed drafts, in the host's layout, with their share of the
+        page's padding and checksum.
+    index_bytes : int
+        Index keys of a token in all layers with index keys, which share the page numbers of the rows.
+    slot_bytes : int
+        Host bytes of a state slot in all linear layers; 0 for models without linear layers.
+    draft_bytes : int
+        Bytes of a token in a draft's own host pool, which has as many tokens; not part of --hicache-size.
+    sharing_ranks : int
+        Ranks of a node that share one copy of a page; --hicache-size is the part of one rank.
+    """
+
+    token_bytes: int
+    index_bytes: int
+    device_tokens: int
+    slot_bytes: int = 0
+    device_slots: int = 0
+    draft_bytes: int = 0
+    sharing_ranks: int = 1
+
+    @property
+    def page_token_bytes(self) -> int:
+        """Bytes of a token in all pools that store whole pages."""
+        return self.token_bytes + self.index_bytes + self.draft_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether rows and states share --hicache-size."""
+        return bool(self.slot_bytes and self.device_slots)
+
+    def split(self, size_gb: float) -> tuple[float, float]:
+        """GB of rows and of states out of --hicache-size."""
+        if not self.has_states:
+            return size_gb, 0.0
+        return TierBytes(
+            rows=self.device_tokens * self.token_bytes,
+            index_keys=self.device_tokens * self.index_bytes,
+            states=self.device_slots * self.slot_bytes,
+        ).split(size_gb)
+
+
+@dataclass(frozen=True)
+class HostTokens:
+    """Tokens (in whole pages) and state slots that fit, and the bytes of one rank's part of them."""
+
+    tokens: int
+    slots: int
+    total_bytes: int
+
+
+def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
+    """Tokens and slots of a host tier.
+
+    Parameters
+    ----------
+    size_gb : float
+        Value of --hicache-size for one rank, in units of 1e9 bytes.
+    """
+    row_gb, state_gb = held.split(size_gb)
+    # SGLang adds and counts one page for padding; a page of states is one slot.
+    pages = int(held.sharing_ranks * row_gb * _GB // held.token_bytes) // page_size + 1
+    slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
+    tokens = pages * page_size
+    rows_bytes = tokens * held.page_token_bytes // held.sharing_ranks
+    return HostTokens(tokens, slots, rows_bytes + slots * held.slot_bytes)
+
+
+def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
+    """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank, or 0.
+
+    The size counts rows, and states in hybrid models; index keys of sparse attention and drafts with pools of
+    their own are added. Padding, one page and one slot, is not counted.
+    """
+    padding_bytes = page_size * held.page_token_bytes + held.slot_bytes
+    size = int(memory_gb)
+    while size > 0 and host_tokens(held, size, page_size).total_bytes - padding_bytes > memory_gb * _GB:
+        size -= 1
+    return size
 
 
 @dataclass(frozen=True)
@@ -24,7 +124,7 @@ class Candidate:
     host_layout: str | None = None
 
     def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
-        """Arguments of `sglang.launch_server` without the model; `host_gb`: host tier's size per rank."""
+        """Arguments of `sglang serve` without the model; `host_gb`: host tier's size per rank."""
         found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
         if self.layout is not None:
             found += ["--kv-cache-layout", self.layout]
@@ -43,26 +143,14 @@ class PlannedServer:
     ----------
     layout, host_layout : str or None
         Layouts; None on the device: SGLang without sgl-kvpool; None on the host: the device's layout.
-    command : str
-        Shell command that starts the server.
-    refused : str or None
-        Reason why SGLang would not start it; all sizes are then 0.
     tokens, requests, max_running_requests, state_slots : int
         Sizes on the device. `requests`: concurrent requests of the plan's length, up to SGLang's maximum.
-    page_size : int
-        Tokens per page.
     token_bytes : int
         Bytes of a token in all layers, including index keys and drafts.
-    limit : str
-        Name of the limit that bounds `requests`.
-    attention : dict or None
-        Fields of `kernels.Attention`.
     host_tokens, host_slots, host_requests : int
         Sizes on the host. Requests take whole pages, in hybrid models also one slot each.
     hicache_size_gb : int
         --hicache-size per rank, in units of 1e9 bytes; 0 without a host tier.
-    host_sharing_ranks : int
-        Ranks that share one copy of a host page.
     host_index_bytes : int
         Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
     workspace_bytes : int
@@ -107,7 +195,8 @@ class Plan:
         With DP attention, copies of the attention weights over all ranks; else 1.
     row_copies : int
         Ranks with a full copy of the rows of one cache.
-    ranks_per_node : int
+    stages : int
+        Stages of a pipeline. Bytes of tokens and states are those of the stage with the most rows.
     draft_weights_gib : float or None
         Weights of a separate draft model, not part of the machine's `weights_gib`; 0 if unknown, None without
         such a model or if they are part of `weights_gib`.
@@ -125,6 +214,7 @@ class Plan:
     attention_copies: int
     row_copies: int
     ranks_per_node: int
+    stages: int
     draft_weights_gib: float | None
     servers: list[PlannedServer]
 
@@ -164,6 +254,7 @@ class Plan:
             attention_copies=sized[0]["attention_copies"] if sized else 1,
             row_copies=sized[0]["row_copies"] if sized else 1,
             ranks_per_node=sized[0]["ranks_per_node"] if sized else tp_size,
+            stages=sized[0]["stages"] if sized else 1,
             draft_weights_gib=sized[0]["draft_weights_gib"] if sized else None,
             servers=[
                 _planned(candidate, answer, model, tp_size, host_gb, context_tokens, others)
@@ -185,7 +276,7 @@ def _planned(
 
     def command(size_gb: int | None) -> str:
         words = ["--model-path", model, *candidate.arguments(tp_size, others, size_gb)]
-        return shlex.join(["python", "-m", "sglang.launch_server", *words])
+        return shlex.join(["sglang", "serve", *words])
 
     if "refused" in answer:
         return PlannedServer(
@@ -216,7 +307,7 @@ def _planned(
         state_slots=answer["state_slots"] * caches,
         page_size=page_size,
         token_bytes=answer["cell_bytes"],
-        limit="memory for rows" if fitting <= most else _limit(answer),
+        limit=_limit(answer) if fitting > most else MAX_TOTAL if answer["is_capped"] else MEMORY,
         attention=answer["attention"],
         host_tokens=held.tokens * caches,
         host_slots=held.slots * caches,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from sgl_kvpool.commands.plan.planned import Plan, PlannedServer
+from sgl_kvpool.commands.plan.planned import MEMORY, Plan, PlannedServer
 
 __all__ = ["check_plot", "draw", "text"]
 
@@ -36,9 +37,15 @@ def _head(plan: Plan) -> list[str]:
             weights += " (unknown: give the sum of both to --weights-gb; real numbers are smaller)"
     fraction = f", --mem-fraction-static {plan.mem_fraction_static:g}" if facts else ""
     lines.append(
-        f"{plan.tp_size} x Hopper GPU of {machine['gpu_gib']:g} GiB, {machine['taken_gib']:g} GiB taken "
+        f"{plan.tp_size * plan.stages} x Hopper GPU of {machine['gpu_gib']:g} GiB, "
+        f"{machine['taken_gib']:g} GiB taken "
         f"before loading, {weights}{fraction}"
     )
+    if plan.stages > 1:
+        lines.append(
+            f"pipeline of {plan.stages} stages, each with an equal part of the weights; bytes per token are "
+            "those of the stage with the most rows, which determines the tokens"
+        )
     if plan.attention_copies > 1:
         lines.append(
             f"DP attention: the ranks hold the attention weights {plan.attention_copies} times; sizes are "
@@ -144,15 +151,28 @@ def _reasons(plan: Plan) -> list[str]:
         elif server.host_layout is None and server.attention is not None:
             found = server.attention  # the host's layout does not change it
             lines.append(f"  {server.name}: {found['prefill']}, {found['decode']}: {found['why']}")
-    lines += [f"  {'; '.join(names)}: refused: {reason}" for reason, names in refused.items()]
-    bounds = {server.limit for server in plan.servers if server.tokens and server.limit != "memory for rows"}
+    lines += [f"  {'; '.join(names)}: refused: {_sized(reason, plan)}" for reason, names in refused.items()]
+    bounds = {server.limit for server in plan.servers if server.tokens and server.limit != MEMORY}
     lines += [f"requests are bounded by {bound} where more would fit" for bound in sorted(bounds)]
     return lines
 
 
+def _sized(reason: str, plan: Plan) -> str:
+    """A refusal, with the tokens of the layouts that its advice names."""
+    for server in plan.servers:
+        if server.layout is not None and server.host_layout is None and server.tokens:
+            named = rf"(use --kv-cache-layout {server.layout})(?![\w])"
+            reason = re.sub(named, rf"\1 ({server.tokens} tokens)", reason)
+    return reason
+
+
 def _commands(plan: Plan) -> list[str]:
     commands = [s.command for s in plan.servers if s.layout is not None and s.refused is None]
-    return ["", "commands:", *(f"  {command}" for command in commands)] if commands else []
+    if not commands:
+        return []
+    # The weights are a fact about the command too: a model that does not fit would not load.
+    unknown = "" if plan.weights_known else " (weights are unknown, so it is not known whether they fit)"
+    return ["", f"commands{unknown}:", *(f"  {command}" for command in commands)]
 
 
 def check_plot(path: Path) -> None:

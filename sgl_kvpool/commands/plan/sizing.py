@@ -9,9 +9,11 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
 from sgl_kvpool.commands.named_model import weights_gib
 from sgl_kvpool.commands.plan.plannable import (
     check_drafts,
@@ -31,7 +33,7 @@ from sgl_kvpool.sglang_plugin.models import (
 )
 from sgl_kvpool.transfer.host_options import NODE
 
-__all__ = ["Machine", "ServerRequest", "size_server"]
+__all__ = ["Attention", "Machine", "ServerRequest", "attention_of", "size_server"]
 
 _GIB = 1 << 30
 
@@ -42,9 +44,6 @@ class Machine:
 
     Attributes
     ----------
-    gpu_gib : float
-        Memory of one GPU.
-    gpu_count : int
     taken_gib : float
         Memory of each GPU in use before weights are loaded: CUDA's context, NCCL's buffers.
     weights_gib : float
@@ -68,10 +67,6 @@ class ServerRequest:
     ----------
     model_path : str
         Folder from which SGLang reads the configuration; with SGLANG_USE_MODELSCOPE also a name on that hub.
-    layout : str or None
-        Value of --kv-cache-layout; None for SGLang without sgl-kvpool.
-    arguments : tuple of str
-        Arguments of `sglang.launch_server`, including --kv-cache-layout and --kv-host-layout.
     """
 
     model_path: str
@@ -81,11 +76,6 @@ class ServerRequest:
 
 def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     """Resolve a server's arguments and size its cache, by SGLang's code.
-
-    Parameters
-    ----------
-    request : ServerRequest
-    machine : Machine
 
     Returns
     -------
@@ -101,7 +91,6 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
     from sglang.srt.server_args import prepare_server_args
 
-    from sgl_kvpool.commands.plan.kernels import attention_of
     from sgl_kvpool.sglang_plugin import hook_groups
 
     hook_groups.apply((hook_groups.POOLS,))
@@ -118,13 +107,16 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     # The resolved `dp_size` counts replicas. Groups of DP attention, which share the `tp_size` ranks, are in
     # `attn_dp_size`.
     ranks = view.tp_size * view.dp_size
-    configurator = _configurator(server_args, view, model_config)
+    stages = [_configurator(server_args, view, model_config, stage) for stage in range(view.pp_size)]
+    # The stage whose rows of a token are largest determines the tokens of a pipeline.
+    stages.sort(key=lambda stage: _pool_configurator(stage)._cell_size, reverse=True)
+    configurator = stages[0]
     caches = configurator.attn_dp_size * view.dp_size
     check_drafts(view, configurator)
     draft_gib = None if machine.drafts_included else _draft_weights_gib(view)
     all_weights_gib = machine.weights_gib + (draft_gib or 0.0)
-    check_weights(all_weights_gib, machine, view.tp_size, view.mem_fraction_static, model_config)
-    config, available_bytes = _sized(configurator, machine, all_weights_gib / view.tp_size)
+    check_weights(all_weights_gib, machine, view, model_config)
+    config, available_bytes = _sized(stages, machine, all_weights_gib / (view.tp_size * view.pp_size))
     sizes = _pool_configurator(configurator)
     attention = attention_of(layout, view, is_dsa=is_dsa(model_config))
     states = configurator.mambaish_config
@@ -133,7 +125,9 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         tier = _host_tier(configurator, layout, view.page_size)
     return {
         "page_size": view.page_size,
-        "tokens": config.max_total_num_tokens,
+        "tokens": configurator.logical_token_capacity(max_total_num_tokens=config.max_total_num_tokens),
+        "is_capped": available_bytes // sizes._cell_size > (view.max_total_tokens or inf),
+        "stages": view.pp_size,
         "max_running_requests": config.max_running_requests,
         "requested_running_requests": view.max_running_requests,
         "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
@@ -146,14 +140,14 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         # Schedulers with a cache of their own, of `tokens` tokens each.
         "caches": caches,
         # Ranks with a full copy of the rows of one cache.
-        "row_copies": ranks // caches,
+        "row_copies": ranks // caches // view.dcp_size,
         "attention_copies": configurator.attn_dp_size,
         # Weights of a separate draft model that `weights_gib` does not include; 0 if unknown.
         "draft_weights_gib": draft_gib,
-        "ranks_per_node": ranks // view.nnodes,
+        "ranks_per_node": ranks * view.pp_size // view.nnodes,
         "attention": asdict(attention),
         "host": tier,
-        "model": _facts(model_config, configurator),
+        "model": _facts(model_config, stages),
     }
 
 
@@ -168,9 +162,12 @@ def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
         raise ValueError(lines[-1] if lines else "these arguments start no server") from ended
 
 
-def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
-    """SGLang's KVCacheConfigurator of the target, as its model runner makes it, but without a model."""
+def _configurator(server_args: Any, view: Any, model_config: Any, stage: int) -> Any:
+    """SGLang's KVCacheConfigurator of a target's stage, as its model runner makes it, but without a model."""
+    from types import SimpleNamespace
+
     import torch
+    from sglang.srt.distributed.utils import get_pp_indices
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
     from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
@@ -182,13 +179,17 @@ def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
     algorithm = SpeculativeAlgorithm.from_string(view.speculative_algorithm)
     dtypes = {"auto": model_config.dtype, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
     dtypes["fp8_e4m3"] = torch.float8_e4m3fn
+    model = None
+    if view.pp_size > 1:
+        start_layer, end_layer = get_pp_indices(model_config.num_hidden_layers, stage, view.pp_size)
+        model = SimpleNamespace(start_layer=start_layer, end_layer=end_layer)
     if view.kv_cache_dtype not in dtypes:
         raise ValueError(f"--kv-cache-dtype {view.kv_cache_dtype} is not supported by `plan`; leave it out")
     return KVCacheConfigurator(
         device="cuda",
         gpu_id=0,
         attn_dp_size=get_parallel().attn_dp_size,
-        pp_size=1,
+        pp_size=view.pp_size,
         pp_group=None,
         model=None,
         model_config=model_config,
@@ -210,7 +211,7 @@ def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
         is_hybrid_swa=False,
         is_hybrid_swa_compress=False,
         use_mla_backend=True,
-        layer_info=resolve_layer_indices(model=None, model_config=model_config, is_draft_worker=False),
+        layer_info=resolve_layer_indices(model=model, model_config=model_config, is_draft_worker=False),
         forward_stream=None,
         req_to_token_pool=None,
         token_to_kv_pool_allocator=None,
@@ -225,10 +226,11 @@ def _draft_weights_gib(view: Any) -> float | None:
     return weights_gib(Path(view.speculative_draft_model_path)) or 0.0
 
 
-def _sized(configurator: Any, machine: Machine, rank_weights_gib: float) -> tuple[Any, int]:
-    """SGLang's MemoryPoolConfig, and the bytes for rows from which SGLang computed it."""
+def _sized(stages: list[Any], machine: Machine, rank_weights_gib: float) -> tuple[Any, int]:
+    """SGLang's MemoryPoolConfig of the first stage, and the bytes for rows from which SGLang computed it."""
     from types import SimpleNamespace
 
+    import torch
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.runtime_context import get_parallel
 
@@ -236,16 +238,24 @@ def _sized(configurator: Any, machine: Machine, rank_weights_gib: float) -> tupl
     left_gib = free_gib - rank_weights_gib
     kv_cache_configurator.get_available_gpu_memory = lambda *_, **__: left_gib
     found: list[int] = []
-    from_budget = type(configurator).config_from_budget
+    from_budget = type(stages[0]).config_from_budget
+    capacities: list[int] = []
 
     def watched(self: Any, budget_bytes: int, **kwargs: Any) -> Any:
         found.append(budget_bytes)
         return from_budget(self, budget_bytes, **kwargs)
 
-    type(configurator).config_from_budget = watched
+    def minimum(tensor: Any, **_: Any) -> None:  # by which the stages agree
+        capacities.append(int(tensor))
+        tensor.fill_(min(capacities))
+
+    type(stages[0]).config_from_budget = watched
+    torch.distributed.all_reduce = minimum
     # This process has no process groups, and the memory is the same on every rank.
     with get_parallel().override(world_group=SimpleNamespace(cpu_group=None)):
-        return configurator._resolve_memory_pool_config(free_gib), found[-1]
+        for stage in reversed(stages):
+            config = stage._resolve_memory_pool_config(free_gib)
+    return config, found[-1]
 
 
 def _pool_configurator(configurator: Any) -> Any:
@@ -255,19 +265,25 @@ def _pool_configurator(configurator: Any) -> Any:
 
 
 def _slot_bytes(configurator: Any) -> int:
-    """Bytes of the states of a request in all linear layers; 0 for models without linear layers."""
+    """Bytes of the states of a request in the stage's linear layers; 0 for models without linear layers."""
     states = configurator.mambaish_config
-    return 0 if states is None else states.mamba2_cache_params.mamba_cache_per_req
+    if states is None:
+        return 0
+    params, info = states.mamba2_cache_params, configurator.layer_info
+    here = sum(info.start_layer <= layer < info.end_layer for layer in params.layers)
+    return params.mamba_cache_per_req * here // len(params.layers)
 
 
 def _target_layers(configurator: Any) -> int:
     """Number of layers with rows in this stage of the target."""
-    with_rows = layers_with_rows(configurator.model_config)
-    return configurator.layer_info.num_effective_layers if with_rows is None else len(with_rows)
+    with_rows, info = layers_with_rows(configurator.model_config), configurator.layer_info
+    if with_rows is None:
+        return info.num_effective_layers
+    return sum(info.start_layer <= layer < info.end_layer for layer in with_rows)
 
 
 def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> dict[str, int]:
-    """Host bytes: the fields of `host_tier.HostBytes` except the device's sizes."""
+    """Host bytes: the fields of `planned.HostBytes` except the device's sizes."""
     from sgl_kvpool.sglang_plugin.options import host_tier_of
     from sgl_kvpool.srt.host.page_format import HostPageFormat
 
@@ -301,15 +317,71 @@ def _sharing_ranks(server_args: Any) -> int:
     return min(same_rows_ranks(view), view.tp_size // view.nnodes)
 
 
-def _facts(model_config: Any, configurator: Any) -> dict[str, Any]:
+def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
     """Properties of the model, for the report."""
     with_rows = layers_with_rows(model_config)
     return {
         "name": model_name(model_config),
         "kind": "sparse" if is_dsa(model_config) else "dense",
         "linear_layers": 0 if with_rows is None else model_config.num_hidden_layers - len(with_rows),
-        "layers_with_rows": _target_layers(configurator) + packed_layers(configurator),
+        "layers_with_rows": sum(map(_target_layers, stages)) + packed_layers(stages[0]),
         "kv_lora_rank": model_config.kv_lora_rank,
         "qk_rope_head_dim": model_config.qk_rope_head_dim,
         "context_len": model_config.context_len,
     }
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Names of the prefill and decode backends, and the reason for them."""
+
+    prefill: str
+    decode: str
+    why: str
+
+
+def attention_of(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) -> Attention:
+    """Attention backends of a layout, or of SGLang's own pool (None); `view` resolves arguments."""
+    if is_dsa:
+        return _sparse(layout, view)
+    from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
+
+    prefill, decode = (name or "SGLang's choice at start" for name in backends_in_use(view))
+    if layout is None:
+        return Attention(prefill, decode, "SGLang's choice")
+    if KVPOOL_BACKEND not in (prefill, decode):
+        return Attention(prefill, decode, f"SGLang's choice, which reads {layout} rows as they are stored")
+    return Attention(prefill, decode, _why_ours(layout))
+
+
+def _why_ours(layout: MLAKVCacheLayout) -> str:
+    known = SGLANG_READERS[layout]
+    if not known.backends:
+        return (
+            f"no other backend reads {layout} rows; {KVPOOL_BACKEND} reads the rows of the batch once, in "
+            "their stored size"
+        )
+    casting_backends = sorted(name for name, phases in known.casting_backends.items() if phases == PHASES)
+    if casting_backends:
+        return (
+            f"{' and '.join(casting_backends)} would cast the whole pool of a layer in every call; "
+            f"{KVPOOL_BACKEND} reads the rows of the batch once, in their stored size"
+        )
+    return "as the arguments require"
+
+
+def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:
+    from sgl_kvpool.sglang_plugin.rules.dsa import table_names
+
+    prefill, decode = view.dsa_prefill_backend, view.dsa_decode_backend
+    if layout is None:
+        return Attention(f"{DSA_BACKEND}/{prefill}", f"{DSA_BACKEND}/{decode}", "SGLang's choice")
+    prefill, decode = table_names(layout, prefill, decode)
+    if decode == KVPOOL_BACKEND:
+        why = (
+            f"decode by {KVPOOL_BACKEND}, because no kernel of SGLang's reads {layout} rows; prefill attends "
+            "decoded rows"
+        )
+    else:
+        why = f"SGLang's kernels, which read {layout} rows as they are stored"
+    return Attention(f"{DSA_BACKEND}/{prefill}", f"{DSA_BACKEND}/{decode}", why)

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from sgl_kvpool.commands.named_model import NamedModel, find_model
+from sgl_kvpool.commands.waiting import no_gpu, progress
 from sgl_kvpool.commands.warmup.steps import VARIABLES
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import (
@@ -69,11 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compile and report; returns 1 if a step failed."""
     model = None if arguments.model is None else find_model(arguments.model)
-    values = {option: getattr(arguments, option.name) or option.exported() for option in OPTIONS}
-    import sglang  # noqa: F401  # first: it sets cache folders that other imports read
-    import torch
+    values = {option: getattr(arguments, option.name) or option.from_env() for option in OPTIONS}
+    problem = no_gpu() if arguments.device != "cpu" else None
+    if arguments.device == "cuda" and problem is not None:
+        raise ValueError(f"--device cuda: {problem}, and compiled code depends on the GPU")
+    with progress("importing SGLang"):
+        import sglang  # noqa: F401  # first: it sets cache folders that other imports read
+        import torch
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device or ("cuda" if problem is None and torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
     engine = values[HOST_ENGINE]
@@ -82,8 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{HOST_ENGINE.flag} {engine} is not an engine of a server on {device}; leave it out"
         )
 
-    from sgl_kvpool.commands.warmup.contents import steps_on_cpu, steps_on_cuda
-    from sgl_kvpool.commands.warmup.steps import carry_out
+    from sgl_kvpool.commands.warmup.steps import carry_out, steps_on_cpu, steps_on_cuda
 
     served = _served(model, arguments, values)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)

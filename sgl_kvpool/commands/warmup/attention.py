@@ -15,12 +15,12 @@ import torch
 from sgl_kvpool.attention.decode import DecodeWorkspace, sm_count_of
 from sgl_kvpool.attention.decode_config import MAX_PROGRAMS_PER_SM, MAX_ROUNDS, decode_config
 from sgl_kvpool.codec import store_rows
+from sgl_kvpool.commands import rehearsal
 from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 __all__ = ["Attention", "SparseRows", "publish"]
 
-_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 #: Slots of one prefill: a stored prefix, and the new tokens behind it.
 _PREFIX, _NEW = 40, 5
 #: Slots of the pool of sparse rows.
@@ -28,39 +28,19 @@ _SPARSE_SLOTS = 64
 
 
 def publish(served: Served, device: str) -> None:
-    """Set the global state in which SGLang's classes expect a server's arguments."""
-    from sglang.srt.runtime_context import SpawnRanks
-    from sglang.srt.runtime_context import publish as publish_arguments
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path="dummy",  # never opened
-        device=device,
+    """Publish a server's arguments."""
+    rehearsal.publish(
+        device,
         tp_size=served.tensor_parallel,
         page_size=served.page_size_tokens,
         speculative_num_draft_tokens=served.draft_tokens or None,
     )
-    publish_arguments(arguments, role="scheduler", ranks=SpawnRanks(0, None, 0))
 
 
 def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
     """Smallest batch with split lists and smallest batch with whole lists, which use different kernels.
 
-    Parameters
-    ----------
-    fmt : RowFormat
-    heads : int
-        Query heads per rank.
-    queries : int
-        Queries that share a list.
-    width : int
-        Entries of a list.
-    device : str
-
-    Returns
-    -------
-    list of int
-        Number of lists of each batch; one entry if all batches use the same kernel.
+    One entry if all batches use the same kernel.
     """
     index = torch.cuda.current_device() if device == "cuda" else None
     sm_count = sm_count_of(torch.device(device, index))
@@ -72,15 +52,7 @@ def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, devic
 
 
 class Attention:
-    """Attention over rows of one layout; pool and backends are allocated at first use.
-
-    Parameters
-    ----------
-    served : Served
-        A dense or hybrid model.
-    layout : MLAKVCacheLayout
-    device : str
-    """
+    """Attention over rows of one layout; pool and backends are allocated at first use."""
 
     def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
         self.served, self.layout, self.device = served, layout, device
@@ -99,16 +71,15 @@ class Attention:
     @cached_property
     def pool(self) -> Any:
         """Our pool for SGLang, of a few pages, with rows of the layout."""
-        from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool import PoolOptions
 
         served = self.served
         tokens = max(self.most_requests * max(served.draft_tokens, 1), _PREFIX + _NEW)
         size = -(-tokens // served.page_size_tokens) * served.page_size_tokens
-        shown = _DTYPES[self.layout.sglang_kv_cache_dtype()]
-        bound: Any = LayoutMLATokenToKVPool.bind(self.layout, arrangement=served.arrangement)
-        return bound(
-            size, served.page_size_tokens, shown, served.kv_lora_rank, served.qk_rope_head_dim,
-            served.layers, self.device, False,
+        return rehearsal.make_pool(
+            PoolOptions(self.layout, arrangement=served.arrangement), size=size,
+            page_size=served.page_size_tokens, kv_lora_rank=served.kv_lora_rank,
+            qk_rope_head_dim=served.qk_rope_head_dim, layer_num=served.layers, device=self.device,
         )  # fmt: skip
 
     @cached_property
@@ -152,15 +123,7 @@ class Attention:
     # ---------------------------------------------------------------- attention calls
 
     def decode_or_verify(self, mode: str, queries: int) -> None:
-        """Decode, verification of drafts or a draft's extend, once for each of `batch_sizes`.
-
-        Parameters
-        ----------
-        mode : str
-            Name of a `ForwardMode`.
-        queries : int
-            Queries per request.
-        """
+        """Decode, verification of drafts or a draft's extend, once for each of `batch_sizes`."""
         for requests in self.batch_sizes(queries):
             batch = self._batch(mode, [0] * requests, [queries] * requests)
             if mode == "TARGET_VERIFY":
@@ -207,22 +170,14 @@ class Attention:
     # ---------------------------------------------------------------- batches
 
     def _batch(self, mode: str, prefixes: list[int], fresh: list[int]) -> Any:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+        from sgl_kvpool.srt.self_check.attention import batch_of
 
-        lengths = torch.tensor([p + n for p, n in zip(prefixes, fresh, strict=True)])
-        on_device = lengths.to(self.device)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode[mode],
-            batch_size=len(fresh),
-            input_ids=torch.zeros(sum(fresh), dtype=torch.int64, device=self.device),
-            # Every request uses row 0 of the table, whose slots are zeros, as in SGLang's padding.
-            req_pool_indices=torch.zeros(len(fresh), dtype=torch.int64, device=self.device),
-            seq_lens=on_device,
-            out_cache_loc=torch.arange(sum(fresh), dtype=torch.int64, device=self.device),
-            seq_lens_sum=int(lengths.sum()),
-            seq_lens_cpu=lengths,
-            extend_num_tokens=sum(fresh),
-        )
+        count = sum(fresh)
+        # Every request uses row 0 of the table, whose slots are zeros, as in SGLang's padding.
+        requests = torch.zeros(len(fresh), dtype=torch.int64, device=self.device)
+        slots = torch.arange(count, dtype=torch.int64, device=self.device)
+        batch = batch_of(mode, [p + n for p, n in zip(prefixes, fresh, strict=True)], requests, slots)
+        batch.extend_num_tokens = count
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefixes, fresh
         batch.extend_prefix_lens = torch.tensor(prefixes, device=self.device)
         return batch
@@ -247,15 +202,7 @@ class Attention:
 
 
 class SparseRows:
-    """Our kernels for models with sparse attention (DSA) on CUDA: writes, and reads of top-k lists.
-
-    Parameters
-    ----------
-    served : Served
-        A model with sparse attention.
-    layout : MLAKVCacheLayout
-    device : str
-    """
+    """Our kernels for models with sparse attention (DSA) on CUDA: writes, and reads of top-k lists."""
 
     def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
         if served.top_k is None:

@@ -21,23 +21,14 @@ class Served:
 
     Attributes
     ----------
-    name : str
-        Name in messages.
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim : int
         Sizes of the latent, of the rotary part, of the rest of a key, and of a value in the MHA form.
     heads : int
         Query heads of the model, over all ranks.
     layers : int
         Layers with rows: in a hybrid model, those without linear attention.
-    context_tokens : int
-    scale : float
-        Scale of the attention scores.
     top_k : int or None
         Rows per query of sparse attention (DSA); None for dense models.
-    layouts : tuple of MLAKVCacheLayout
-    arrangement : KVArrangement
-    page_size_tokens : int
-    tensor_parallel : int
     draft_tokens : int
         Tokens verified per request and step; 0 without speculative decoding.
     """
@@ -106,11 +97,11 @@ def model_of(model: NamedModel) -> Served:
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
 
     from sgl_kvpool.sglang_plugin import models
-    from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
+    from sgl_kvpool.sglang_plugin.rules import model as model_rules
 
     with model.sglang_path() as path:
         config = ModelConfig(path)
-    host_tier_rules.check_model(MLAKVCacheLayout.BF16, config)
+    model_rules.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
     return Served(
         name=models.model_name(config),

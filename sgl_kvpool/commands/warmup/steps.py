@@ -1,4 +1,4 @@
-"""Compilation steps in sequence, after failures too, and the cache folders of their results."""
+"""Compilation steps of a server, in sequence, after failures too, and the cache folders of their results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,26 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-__all__ = ["CACHES", "VARIABLES", "Cache", "Outcome", "Step", "carry_out"]
+from sgl_kvpool import compiler
+from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.warmup.served import Served
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = [
+    "CACHES",
+    "VARIABLES",
+    "Cache",
+    "Outcome",
+    "Step",
+    "carry_out",
+    "steps_of_model",
+    "steps_on_cpu",
+    "steps_on_cuda",
+]
 
 #: Lines shown of a compiler's message.
 _LINES = 20
@@ -19,17 +36,7 @@ _COMPILED = (".so", ".cubin", ".hsaco")
 
 @dataclass(frozen=True)
 class Cache:
-    """One cache folder.
-
-    Attributes
-    ----------
-    name : str
-        Owner of the folder.
-    variable : str
-        Environment variable that moves it.
-    folder : callable
-        Returns its path; call it after the import of SGLang, which moves some folders.
-    """
+    """A cache folder, which `variable` moves; `folder` gives the path for a process that imports SGLang."""
 
     name: str
     variable: str
@@ -49,47 +56,40 @@ def _from(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or default).expanduser()
 
 
+def _sglang(variable: str, name: str) -> Path:
+    return _from(variable, str(_from("SGLANG_CACHE_DIR", "~/.cache/sglang") / name))
+
+
+def _sglang_kernels() -> Path:
+    return _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit")
+
+
 def _torch_extensions() -> Path:
-    from torch.utils.cpp_extension import get_default_build_root
-
-    return _from("TORCH_EXTENSIONS_DIR", get_default_build_root())
+    return _from("TORCH_EXTENSIONS_DIR", str(_from("XDG_CACHE_HOME", "~/.cache") / "torch_extensions"))
 
 
-def _flashinfer() -> Path:
-    return _from("FLASHINFER_WORKSPACE_BASE", "~") / ".cache" / "flashinfer"
-
-
-#: Folders by a short name. SGLang's import sets the variables of the last two unless they are set.
+#: Folders by a short name. SGLang puts those of Triton and FlashInfer into its own.
 CACHES = {
-    "tvm_ffi": Cache("tvm-ffi", "TVM_FFI_CACHE_DIR", lambda: _from("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")),
+    "own": Cache("sgl-kvpool", compiler.VARIABLE, compiler.folder),
     "torch": Cache("torch's extensions", "TORCH_EXTENSIONS_DIR", _torch_extensions),
-    "sglang": Cache(
-        "SGLang's kernels",
-        "SGLANG_JIT_CACHE_DIR",
-        lambda: _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
+    "sglang": Cache("SGLang's kernels", "SGLANG_JIT_CACHE_DIR", _sglang_kernels),
+    "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _sglang("TRITON_CACHE_DIR", "triton")),
+    "flashinfer": Cache(
+        "FlashInfer",
+        "FLASHINFER_WORKSPACE_BASE",
+        lambda: _sglang("FLASHINFER_WORKSPACE_BASE", "") / ".cache" / "flashinfer",
     ),
-    "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _from("TRITON_CACHE_DIR", "~/.triton/cache")),
-    "flashinfer": Cache("FlashInfer", "FLASHINFER_WORKSPACE_BASE", _flashinfer),
 }
 #: Variables by device, for the help text.
 VARIABLES = {
-    "cpu": [CACHES[name].variable for name in ("tvm_ffi", "torch")],
-    "cuda": [CACHES[name].variable for name in ("torch", "sglang", "triton", "flashinfer")],
+    "cpu": [CACHES[name].variable for name in ("own", "torch")],
+    "cuda": [CACHES[name].variable for name in ("own", "torch", "triton", "flashinfer")],
 }
 
 
 @dataclass(frozen=True)
 class Step:
-    """Code that is compiled at its first use.
-
-    Attributes
-    ----------
-    name : str
-    caches : tuple of Cache
-        Caches of the compiled code.
-    use : callable
-        Uses the code; an exception is reported as the reason of the failure.
-    """
+    """Code that is compiled at its first use; an exception of `use` is the reason of its failure."""
 
     name: str
     caches: tuple[Cache, ...]
@@ -102,12 +102,8 @@ class Outcome:
 
     Attributes
     ----------
-    name : str
     state : str
         "compiled": its caches have new files; "cached": they have not; or "FAILED".
-    seconds : float
-    reason : str or None
-        Reason of a failure.
     """
 
     name: str
@@ -130,7 +126,8 @@ def carry_out(steps: Sequence[Step]) -> list[Outcome]:
     """Run all steps in order; prints a line for each."""
     outcomes = []
     for step in steps:
-        outcomes.append(_outcome(step))
+        with progress(step.name):
+            outcomes.append(_outcome(step))
         print(outcomes[-1], flush=True)
     return outcomes
 
@@ -145,3 +142,105 @@ def _outcome(step: Step) -> Outcome:
     seconds = time.perf_counter() - began
     after = [cache.compiled() for cache in step.caches]
     return Outcome(step.name, "cached" if before == after else "compiled", seconds)
+
+
+_TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)
+
+
+def steps_on_cpu() -> list[Step]:
+    """Steps on a CPU, the same for every model and layout: the code includes all layouts and conversions."""
+    return [
+        Step("CPU codec", (CACHES["own"],), _cpu_codec),
+        Step("transfer engine cpu", (CACHES["own"],), _cpu_engine),
+        _page_hash(),
+    ]
+
+
+def steps_on_cuda(served: Served) -> list[Step]:
+    """Steps on CUDA: transfer engines, then the steps of each layout of a model."""
+    from sgl_kvpool.commands.warmup.attention import publish
+
+    publish(served, "cuda")
+    steps = [
+        Step("transfer engines staged, copy_engine, kernel", (CACHES["own"],), _gpu_engines),
+        _page_hash(),
+    ]
+    return steps + steps_of_model(served, "cuda")
+
+
+def steps_of_model(served: Served, device: str) -> list[Step]:
+    """Steps of attention over rows, for each layout."""
+    of_layout = _dense if served.top_k is None else _sparse
+    return [step for layout in served.layouts for step in of_layout(served, layout, device)]
+
+
+def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
+    from sgl_kvpool.commands.warmup.attention import Attention
+
+    attention = Attention(served, layout, device)
+    modes = [("DECODE", 1)]
+    if served.draft_tokens:
+        modes += [("TARGET_VERIFY", served.draft_tokens), ("DRAFT_EXTEND_V2", served.draft_tokens)]
+    steps = [
+        Step(f"{layout}: {_WORDS[mode]}", _TRITON, partial(attention.decode_or_verify, mode, queries))
+        for mode, queries in modes
+    ]
+    if served.draft_tokens:
+        steps.append(Step(f"{layout}: steps of a draft", _TRITON, attention.draft_step))
+    steps += [
+        Step(f"{layout}: reading rows as keys", _TRITON, attention.read_rows),
+        Step(f"{layout}: prefill in chunks", _TRITON, partial(attention.prefill, in_chunks=True)),
+    ]
+    if served.qk_rope_head_dim:  # FlashInfer's kernels need rotary values
+        both = (*_TRITON, *_FLASHINFER)
+        steps += [
+            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_chunks=False)),
+            Step(f"{layout}: prefill in the MHA form", both, attention.multi_head),
+        ]
+    return steps
+
+
+_WORDS = {
+    "DECODE": "decode",
+    "TARGET_VERIFY": "verification of drafts",
+    "DRAFT_EXTEND_V2": "extend of a draft",
+}
+
+
+def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
+    from sgl_kvpool.commands.warmup.attention import SparseRows
+
+    rows, steps = SparseRows(served, layout, device), []
+    if not layout.is_sglang_native:
+        steps.append(Step(f"{layout}: writing rows", _TRITON, rows.store))
+    if not sglang_dsa_reads(layout):
+        steps.append(Step(f"{layout}: top-k lists", _TRITON, rows.read))
+    return steps
+
+
+def _page_hash() -> Step:
+    return Step("SGLang's hash of pages, for stores", (CACHES["torch"],), _hash_a_page)
+
+
+def _cpu_codec() -> None:
+    from sgl_kvpool.codec import compiled
+
+    compiled.module(required=True)
+
+
+def _cpu_engine() -> None:
+    from sgl_kvpool.transfer.cpu_engine import engine_class
+
+    engine_class(required=True)
+
+
+def _gpu_engines() -> None:
+    from sgl_kvpool.transfer.gpu_engine import gpu_calls
+
+    gpu_calls()
+
+
+def _hash_a_page() -> None:
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    get_storage_hash_str(list(range(64)), None, page_size=64)

@@ -12,21 +12,23 @@ from typing import Any
 
 from sgl_kvpool.demo import shipped
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
 from sgl_kvpool.demo.cluster.servers import (
     CACHED_PAGES,
     PAGE_SIZE,
     POOL_TOKENS,
     PROMPT_TOKENS,
     ask,
+    decode_arguments,
     metric_sum,
+    peer_environment,
+    prefill_arguments,
     prompts,
+    router,
     small_server,
     store_arguments,
     until,
 )
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, running
-from sgl_kvpool.demo.loopback import free_port
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, running
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["LAYOUTS", "compare_clusters", "missing_packages"]
@@ -48,12 +50,9 @@ class ClusterResult:
 
     Attributes
     ----------
-    layout : str
     transferred_page_bytes, stored_page_bytes : float
         Bytes of a page of 64 tokens in all layers: moved from the prefill to the decode server, and stored in
         the store with padding and checksum.
-    prompt_tokens : int
-        Tokens of each prompt.
     found : mapping of str to int
         Tokens of a prompt that the prefill server found, by place (device, host, storage).
     same_answers : bool
@@ -80,20 +79,11 @@ def missing_packages() -> list[str]:
 
 
 def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
-    """Start a store, and one cluster per layout in turn; print a table, write JSON.
+    """Start a store, and one cluster per layout in turn; print a table, write `folder`/cluster.
 
-    Parameters
-    ----------
-    layouts : sequence of MLAKVCacheLayout
-        Layouts without repetition.
-    folder : Path
-        Folder for `cluster/`, with ``cluster.json`` and the logs.
-
-    Returns
-    -------
-    int
-        Exit status: 1 if a server failed, or an answer differs from that of one server.
+    Returns exit status 1 if a server failed, or an answer differs from that of one server.
     """
+    model = shipped.model_path()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
     folder = folder / _FOLDER
@@ -101,7 +91,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     (folder / _RESULTS).unlink(missing_ok=True)
     texts = prompts(_PROMPTS)
     print(
-        f"model: {shipped.model_path()}\n"
+        f"model: {model}\n"
         f"{_PROMPTS} prompts of {PROMPT_TOKENS} bytes, pages of {PAGE_SIZE}; device: cpu, loopback only",
         flush=True,
     )

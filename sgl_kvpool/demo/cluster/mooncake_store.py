@@ -11,8 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
-from sgl_kvpool.demo.loopback import free_port
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port
 from sgl_kvpool.demo.mooncake_libraries import library_path
 
 __all__ = ["MooncakeStore"]
@@ -21,15 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class MooncakeStore:
-    """A Mooncake master and the service that stores the pages; both end with the `with` block.
-
-    Parameters
-    ----------
-    folder : path
-        Folder for the logs and the service's configuration.
-    size_bytes : int
-        Memory for pages.
-    """
+    """A Mooncake master and the service that stores the pages; both end with the `with` block."""
 
     def __init__(self, folder: Path, size_bytes: int = 256 << 20):
         self._rpc_port, metrics_port, service_port = free_port(), free_port(), free_port()

@@ -1,7 +1,8 @@
-"""Servers of the byte model, their prompts and requests. Imports neither torch nor SGLang."""
+"""Servers of the byte model and their peers, their prompts and requests. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.demo import shipped
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
-from sgl_kvpool.demo.loopback import free_port
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, past_proxies
+from sgl_kvpool.demo.mooncake_libraries import library_path
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
 __all__ = [
@@ -19,13 +20,18 @@ __all__ = [
     "POOL_TOKENS",
     "PROMPT_TOKENS",
     "ask",
+    "decode_arguments",
     "metric_sum",
+    "peer_environment",
+    "prefill_arguments",
     "prompts",
+    "router",
     "small_server",
     "store_arguments",
     "until",
 ]
 
+_LOOPBACK = "127.0.0.1"
 PAGE_SIZE = 64
 #: Tokens of a prompt: 11 whole pages, which are cached, and a part of a page.
 PROMPT_TOKENS = 749
@@ -33,6 +39,74 @@ CACHED_PAGES = PROMPT_TOKENS // PAGE_SIZE
 #: Tokens of a server's pool, which holds two such prompts with their answers.
 POOL_TOKENS = 2048
 _NEW_TOKENS = 8
+
+
+def peer_environment() -> dict[str, str]:
+    """Environment of prefill and decode servers on this machine: they announce 127.0.0.1 to each other."""
+    return {"SGLANG_HOST_IP": _LOOPBACK, "HOST_IP": _LOOPBACK, "LD_LIBRARY_PATH": library_path()}
+
+
+def prefill_arguments(transfer: str, bootstrap_port: int) -> list[str]:
+    """Arguments of a prefill server.
+
+    Parameters
+    ----------
+    transfer : str
+        --disaggregation-transfer-backend; `mooncake_tcp` and `nixl` need no RDMA network card.
+    """
+    return [*_peer("prefill", transfer), "--disaggregation-bootstrap-port", str(bootstrap_port)]
+
+
+def decode_arguments(transfer: str) -> list[str]:
+    """Arguments of a decode server; see `prefill_arguments`."""
+    return _peer("decode", transfer)
+
+
+def _peer(mode: str, transfer: str) -> list[str]:
+    return [
+        *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer),
+        # The warm-up would start a transfer without a peer.
+        "--skip-server-warmup",
+    ]
+
+
+def router(
+    log: Path,
+    *,
+    prefill: Sequence[tuple[LocalServer, int]] = (),
+    decode: Sequence[LocalServer] = (),
+    workers: Sequence[LocalServer] = (),
+) -> LocalServer:
+    """sglang-router in front of running servers.
+
+    Parameters
+    ----------
+    workers : sequence of servers
+        Servers that do prefill and decode, instead of `prefill` and `decode`; a request goes to the server
+        that has its prefix.
+    """
+    port, metrics_port = free_port(), free_port()
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--host", _LOOPBACK, "--port", str(port)),
+        *("--prometheus-host", _LOOPBACK, "--prometheus-port", str(metrics_port)),
+    ]
+    if workers:
+        command += ["--worker-urls", *(worker.url for worker in workers), "--policy", "cache_aware"]
+    else:
+        command.append("--pd-disaggregation")
+        for server, bootstrap_port in prefill:
+            command += ["--prefill", server.url, str(bootstrap_port)]
+        for server in decode:
+            command += ["--decode", server.url]
+    return LocalServer(
+        command,
+        port,
+        log,
+        past_proxies(),
+        ready="/readiness",
+        name="the router",
+        wait_seconds=120,
+    )
 
 
 def prompts(count: int) -> list[str]:
@@ -47,20 +121,7 @@ def small_server(
     environment: Mapping[str, str],
     pool_tokens: int = POOL_TOKENS,
 ) -> Server:
-    """A server that is not started yet.
-
-    Parameters
-    ----------
-    layout : str
-    arguments : sequence of str
-        Further arguments of the server.
-    log : path
-        File for its output.
-    environment : mapping
-        Variables added to those of this process.
-    pool_tokens : int
-        Tokens of the server's pool.
-    """
+    """A server that is not started yet."""
     return Server(
         [
             *cpu_arguments(shipped.model_path(), free_port(), max_total_tokens=pool_tokens),

@@ -11,14 +11,38 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
+from sgl_kvpool.sglang_plugin.registry import fields, installs, uses
 
-__all__ = ["create_backend", "install", "name_lists", "register_names"]
+__all__ = ["create_backend", "name_lists", "register_names"]
 
 #: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"
 
 
-def install() -> None:
+#: Hook groups of the backend.
+_GROUPS = ("dense MLA on a CPU", "dense MLA on CUDA")
+_REGISTRY = "sglang.srt.layers.attention.attention_registry"
+_DEEPSEEK = "sglang.srt.models.deepseek_common"
+_HANDLER = f"{_DEEPSEEK}.attention_backend_handler"
+
+uses(f"{_REGISTRY}.register_attention_backend", *_GROUPS, takes=("name",))
+uses(f"{_REGISTRY}.ATTENTION_BACKENDS", *_GROUPS, added=(KVPOOL_BACKEND,))
+uses(f"{_HANDLER}.AttentionBackendRegistry.register", *_GROUPS, takes=("backend_name", "handler_func"))
+uses(f"{_HANDLER}.AttentionBackendRegistry._handlers", *_GROUPS, members=(_LIKE,), added=(KVPOOL_BACKEND,))
+uses(f"{_HANDLER}._handle_attention_backend", *_GROUPS, takes=("attn", "forward_batch", "backend_name"))
+uses(f"{_HANDLER}._dispatch_mla_subtype", *_GROUPS, takes=("attn", "forward_batch"))
+uses(f"{_HANDLER}.MHA_ONE_SHOT_SUPPORTED_BACKENDS", *_GROUPS, members=(_LIKE,))
+for _names in (
+    f"{_DEEPSEEK}.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
+    "sglang.srt.arg_groups.choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS",
+):
+    uses(_names, *_GROUPS, members=(_LIKE,), added=(KVPOOL_BACKEND,))
+uses("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", *_GROUPS, takes=("forward_batch",))
+fields("chunked_prefill_size", "max_prefill_tokens", "flashinfer_mla_disable_ragged")
+
+
+@installs(*_GROUPS)
+def _install() -> None:
     """Register the backend; safe to call again."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -63,13 +87,7 @@ def _absorbed(attention: Any, forward_batch: Any):
 
 
 def create_backend(runner: Any):
-    """Our backend for a ModelRunner, target or draft.
-
-    Raises
-    ------
-    ValueError
-        A draft model does not use MLA, and our backend cannot read its pool.
-    """
+    """Our backend for a ModelRunner, target or draft; Refusal for a draft without MLA."""
     require_mla(runner)
     if runner.device == "cpu":
         from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks.configurator import requested_arrangement, requested_layout
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, sglang_dsa_reads
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers, without_drafts
-from sgl_kvpool.sglang_plugin.hooks.workspaces import attention_workspace_bytes
-from sgl_kvpool.sglang_plugin.models import row_format_of
+from sgl_kvpool.sglang_plugin.hooks.pools import requested_arrangement, requested_layout
+from sgl_kvpool.sglang_plugin.models import is_dsa, row_format_of
 from sgl_kvpool.sglang_plugin.options import host_tier_of
+from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
-__all__ = ["install", "page_buffer_bytes"]
+__all__ = ["attention_workspace_bytes", "page_buffer_bytes"]
+
+_SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+
+uses(
+    "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
+    "pools",
+    takes=("model_config", "kv_cache_dtype"),
+)
+uses("sglang.srt.configs.model_config.get_dsa_index_topk", "sparse attention", takes=("config",))
+
+#: Requests for which the workspace is sized: SGLang resolves `max_running_requests` after it has sized the
+#: pool. With more requests than concurrent programs on the GPU, their kv indices are not split, so the
+#: workspace stops growing far below this number.
+_MOST_REQUESTS = 4096
 
 
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
-
-
+@around(f"{_SIZES}._compute_cell_size", "pools")
 def _compute_cell_size(original, self, kvc, num_layers):
     """Bytes per token: SGLang's number with its rows replaced by ours."""
     cell_size = original(self, kvc, num_layers)
@@ -39,7 +49,12 @@ def _compute_cell_size(original, self, kvc, num_layers):
     return cell_size + num_layers * (row_format_of(kvc.model_config, layout).row_bytes - stock_row_bytes)
 
 
+@around(f"{_SIZES}.__init__", "pools")
 def _init_pool_configurator(original, self, kvc):
+    """Reserve attention workspace and page buffers of the host tier, and charge a draft's own bytes.
+
+    They are allocated after the pool. SGLang counts each draft as layers of its target.
+    """
     layout = requested_layout(kvc)
     if layout is None or kvc.is_draft_worker:
         return original(self, kvc)
@@ -58,10 +73,10 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     """Bytes of the GPU buffer that a host tier's pages pass through; 0 if no engine needs one."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sgl_kvpool.transfer.page_buffer import buffer_bytes, staged_state_bytes
+    from sgl_kvpool.transfer.gpu_engine import buffer_bytes, staged_state_bytes
 
     view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
-    ours = has_host_tier(view) and options.takes(layout, requested_arrangement(kvc), view.device)
+    ours = has_host_tier(view) and options.serves(layout, requested_arrangement(kvc), view.device)
     if not ours or view.device == "cpu" or not options.may_stage:
         return 0
     hybrid, stage = kvc.mambaish_config, kvc.layer_info
@@ -81,10 +96,56 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     return states + sum(buffer_bytes(view.page_size * each) for each in (target_bytes, draft_bytes) if each)
 
 
-_SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+# -------------------------------------------------------------------- attention workspaces
 
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_SIZES}._compute_cell_size": _compute_cell_size,
-    f"{_SIZES}.__init__": _init_pool_configurator,
-}
+
+def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
+    """Bytes that our attention allocates once, by the target's KVCacheConfigurator; 0 if it is not in use."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(kvc.server_args)
+    if is_dsa(kvc.model_config):
+        return 0 if sglang_dsa_reads(fmt.layout) else _sparse_bytes(kvc, fmt, view.device)
+    if KVPOOL_BACKEND not in backends_in_use(view):
+        return 0
+    if view.device == "cpu":
+        from sgl_kvpool.attention.cpu import RowReader
+
+        return RowReader.workspace_bytes(fmt)
+    from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes
+    from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
+
+    decode = decode_workspace_bytes(
+        fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device
+    )
+    # Target and draft share both workspaces.
+    return extend_workspace_bytes(fmt) + decode
+
+
+def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
+    """Bytes of sparse attention's workspace for rows that SGLang's kernels cannot read."""
+    from sglang.srt.configs.model_config import get_dsa_index_topk
+
+    from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
+    from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
+
+    top_k = get_dsa_index_topk(kvc.model_config.hf_config)
+    decode = sparse_workspace_bytes(fmt, _heads(kvc), top_k, device)
+    # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does. The
+    # reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that SGLang leaves
+    # free.
+    return decode + extend_workspace_bytes(fmt)
+
+
+def _heads(kvc: Any) -> int:
+    """Query heads of this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return kvc.model_config.num_attention_heads // get_parallel().attn_tp_size
+
+
+def _most_queries() -> int:
+    """Most queries of a request in a batch other than prefill."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return max_speculative_num_draft_tokens() or 1

@@ -9,27 +9,38 @@ the string too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
+from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
-__all__ = ["MARK", "install", "remember", "remembered", "rows_name"]
+__all__ = ["MARK", "remember", "remembered", "rows_name"]
+
+uses(
+    "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
+    "disaggregation",
+    members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
+)
+# What prefill and decode servers on a CPU set, by transfer backend.
+uses(
+    "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices",
+    "disaggregation over mooncake on a CPU",
+)
+uses(
+    "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
+    "disaggregation over nixl on a CPU",
+    takes=("kinds", "expected_len"),
+)
+fields("disaggregation_transfer_backend")
 
 #: Separator between SGLang's dtype and the name of the rows.
 MARK = "+kvpool:"
 
 #: Pools of this process. A KV manager gets the addresses of buffers, not the pools.
 _pools: WeakSet = WeakSet()
-
-
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
 
 
 def remember(pool: Any) -> None:
@@ -45,6 +56,11 @@ def remembered() -> list[Any]:
 # -------------------------------------------------------------------- what is compared
 
 
+@around(
+    "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
+    "disaggregation",
+    reads=("is_mla_backend",),
+)
 def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
     """Add the row format to the compared string before the original registers it at the bootstrap server."""
     layout = layout_of(server_args)
@@ -63,28 +79,15 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
 def rows_name(pools: list[Any], has_draft: bool = False) -> str:
     """Name of the rows of some pools, equal only where peers may copy them from each other.
 
-    Parameters
-    ----------
-    pools : list of LayoutMLATokenToKVPool
-        The target's pool, then the draft's if it has a layout.
-    has_draft : bool
-        Whether the server has a draft model, with a layout or without.
-
-    Returns
-    -------
-    str
-        Row formats, with sizes in bytes and version, `draft` for a draft whose rows have no name of their
-        own, and a digest of the k_scales if one is not 1. The name leaves out page size, number of pages and
-        number of layers, which SGLang compares or handles.
-
-    Raises
-    ------
-    ValueError
-        A k_scale is not 1 under pipeline parallelism: a stage knows the k_scales of its own layers only.
+    `pools` are the target's, then the draft's if it has a layout. The name has row formats, with sizes in
+    bytes and version, `draft` for a draft whose rows have no name of their own, and a digest of the k_scales
+    if one is not 1. It leaves out page size, number of pages and number of layers, which SGLang compares or
+    handles. Refusal if a k_scale is not 1 under pipeline parallelism: a stage knows the k_scales of its own
+    layers only.
     """
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_kvpool.srt.pool.k_scales import k_scales_digest
+    from sgl_kvpool.srt.pool.row_pool import k_scales_digest
 
     tags = list(dict.fromkeys(pool.row_format.tag for pool in pools))
     if has_draft and len(tags) == 1:
@@ -144,9 +147,3 @@ def _on_cpu(args: Any, transfer_backend: str) -> None:
     if hasattr(sender, "supports_host_tensor_indices"):
         sender.supports_host_tensor_indices = False
     args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
-
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__": _init_kv_manager,
-}

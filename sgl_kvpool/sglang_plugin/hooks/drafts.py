@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
-__all__ = ["OwnDraft", "install", "own_draft", "packed_layers", "require_mla", "without_drafts"]
+__all__ = ["OwnDraft", "own_draft", "packed_layers", "require_mla", "without_drafts"]
 
-
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
+_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+fields("speculative_draft_kv_cache_dtype")
 
 
 # -------------------------------------------------------------------- pools
@@ -26,15 +24,10 @@ def install() -> None:
 
 @dataclass(frozen=True)
 class OwnDraft:
-    """A draft model whose pool does not count as more layers of its target.
+    """A draft with a pool of its own, whose layers SGLang does not append to the target's.
 
-    Attributes
-    ----------
-    config : ModelConfig
-        SGLang's configuration, read in draft mode.
-    layers : int
-    ranks : int
-        Ranks that share the draft's heads.
+    `config` is SGLang's ModelConfig in draft mode, and `ranks` the number of ranks that share the draft's
+    heads.
     """
 
     config: Any
@@ -51,10 +44,7 @@ class OwnDraft:
     def token_bytes(self, layout: MLAKVCacheLayout) -> int:
         """Bytes per token of the draft's pool; a draft with MLA stores rows of `layout`.
 
-        Raises
-        ------
-        ValueError
-            SGLang does not know the --kv-cache-dtype that it would use for the draft.
+        ValueError if SGLang does not know the --kv-cache-dtype that it would use for the draft.
         """
         if self.has_rows:
             return self.layers * row_format_of(self.config, layout).row_bytes
@@ -76,7 +66,7 @@ class OwnDraft:
 
 
 def own_draft(configurator: Any) -> OwnDraft | None:
-    """The draft of a KVCacheConfigurator's target, unless its pool counts as more layers of the target.
+    """The draft of a KVCacheConfigurator's target; None if its layers are appended to the target's pool.
 
     SGLang sizes every draft of EAGLE and STANDALONE as more layers of the target, and says that this is right
     for drafts with the target's attention (`pool_configurator.py:259`). Keys and values of heads are wider
@@ -84,11 +74,8 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     GPUs, a draft of 64 heads of 128 needs 4096 bytes per token where 416 would be charged. Drafts with sparse
     attention, which also have index keys, are left to SGLang.
 
-    Raises
-    ------
-    ValueError
-        A draft without MLA has no explicit attention backend, and its target has sparse attention (DSA):
-        SGLang would use the target's backend, which ends in an AttributeError.
+    Refusal for a draft without MLA and without an explicit backend, if its target has sparse attention (DSA):
+    SGLang would use the target's backend, which ends in an AttributeError.
     """
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
     if draft is None or packed_layers(configurator) or is_dsa(draft):
@@ -150,14 +137,18 @@ def _drafts(configurator: Any) -> bool:
 def require_mla(runner: Any) -> None:
     """Refuse a draft model without MLA, whose pool our backend cannot read."""
     if runner.is_draft_worker and not runner.use_mla_backend:
-        name = (getattr(runner.model_config.hf_config, "architectures", None) or ["the draft model"])[0]
         raise Refusal(
-            f"{name}, the draft model, does not use multi-head latent attention (MLA), and attention backend "
-            f"{KVPOOL_BACKEND} reads MLA pools; name one for the draft with "
+            f"{model_name(runner.model_config)}, the draft model, does not use multi-head latent attention "
+            f"(MLA), and attention backend {KVPOOL_BACKEND} reads MLA pools; name one for the draft with "
             "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
         )
 
 
+uses(f"{_FACTORY}.create_decode_backend", "speculative decoding", takes=("self",))
+uses(f"{_FACTORY}.create_draft_extend_backend", "speculative decoding", takes=("self",))
+
+
+@around(f"{_FACTORY}._create_backend", "speculative decoding")
 def _create_draft(original, self, backend_name, backend_map, error_template, stamps_children=False):
     """Add our backends to the map in which SGLang looks up the name.
 
@@ -180,9 +171,3 @@ def _create_draft(original, self, backend_name, backend_map, error_template, sta
 
     backend_map = {**backend_map, KVPOOL_BACKEND: steps if stamps_children else extend}
     return original(self, backend_name, backend_map, error_template, stamps_children=stamps_children)
-
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend": _create_draft,
-}

@@ -6,26 +6,42 @@ hooks are installed for models with sparse attention and a layout, and with KVPO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS, select_topk_transform
+from sgl_kvpool.attention.topk_transform import (
+    DECODE_MODES,
+    EXTEND_MODES,
+    IDLE_MODES,
+    IMPLEMENTATIONS,
+    select_topk_transform,
+)
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 
-__all__ = ["attach", "install", "reader_of"]
+__all__ = ["attach", "reader_of"]
 
 #: Attribute of a backend: the reader of rows that SGLang's kernels cannot read; absent if they can.
 _READER = "_kvpool_sparse_reader"
 
+_BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+_DEQUANT = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
 
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
+uses(
+    "sglang.srt.layers.attention.dsa.dsa_topk_backend.TopkTransformMethod.__members__",
+    "sparse attention",
+    members=("PAGED", "RAGGED"),
+)
+# The table of transforms names the members of the `IntEnum`.
+uses(
+    "sglang.srt.model_executor.forward_batch_info.ForwardMode.__members__",
+    "sparse attention",
+    members=(*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES),
+)
+uses("sglang.srt.runtime_context.get_buffer", "sparse attention", takes=("name", "factory"))
 
 
 def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
@@ -37,12 +53,17 @@ def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
     pool = backend.token_to_kv_pool
     layout = dsa_rules.layout_of_pool(pool)
     known = backend.dsa_prefill_impl in IMPLEMENTATIONS and backend.dsa_decode_impl in IMPLEMENTATIONS
-    if dsa_rules.is_ours(pool) or (known and backend.hisparse_coordinator is None):
+    if dsa_rules.has_layout(pool) or (known and backend.hisparse_coordinator is None):
         return layout
     return None
 
 
+@around(f"{_BACKEND}.__init__", "sparse attention", reads=("model_runner",))
 def _init(original, self, *args, **kwargs):
+    """Refuse implementations that cannot read the rows, and add our reader of 4-bit rows.
+
+    Some arguments of drafts are not known when SGLang resolves arguments.
+    """
     original(self, *args, **kwargs)
     attach(self)
 
@@ -50,11 +71,8 @@ def _init(original, self, *args, **kwargs):
 def attach(backend: Any) -> None:
     """Check a `DeepseekSparseAttnBackend` against its pool, and give it a reader if it needs one.
 
-    Raises
-    ------
-    UnsupportedCombination
-        Its implementations cannot read the pool's rows. The server's arguments were checked before; this
-        check is for what was not resolved there, such as a draft's arguments.
+    UnsupportedCombination if its implementations cannot read the rows. The server's arguments were checked
+    before; this check is for what was not resolved there, such as a draft's arguments.
     """
     layout = _layout_in_table(backend)
     if layout is None:
@@ -84,6 +102,7 @@ def reader_of(backend: Any) -> Any:
 # -------------------------------------------------------------------- the transform
 
 
+@around(f"{_BACKEND}.set_dsa_prefill_impl", "sparse attention")
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
     """Restore the user's `flashmla_auto` before SGLang chooses an implementation for a batch.
 
@@ -94,6 +113,7 @@ def _set_dsa_prefill_impl(original, self, forward_batch=None):
     original(self, forward_batch)
 
 
+@around(f"{_BACKEND}.get_topk_transform_method", "sparse attention")
 def _get_topk_transform_method(original, self, forward_mode=None):
     """The top-k transform, for metadata, indexer, forward pass and the seeds of drafts alike."""
     layout = _layout_in_table(self)
@@ -109,6 +129,11 @@ def _get_topk_transform_method(original, self, forward_mode=None):
 # -------------------------------------------------------------------- readers
 
 
+@around(
+    f"{_BACKEND}._forward_flashmla_sparse",
+    "sparse attention",
+    reads=("v_head_dim", "page_table_1", "sm_scale", "topk_length", "attn_sink"),
+)
 def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
     """SGLang's kernel, or ours for rows of a layout that SGLang's kernel cannot read."""
     reader = reader_of(self)
@@ -124,6 +149,7 @@ def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
     )
 
 
+@around(f"{_DEQUANT}.dequantize_k_cache_paged_dsa", "sparse attention")
 def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattened, *args, **kwargs):
     """Decode the keys of some slots: uint8 rows with our codec, other rows with SGLang's kernel."""
     if quant_k_cache.dtype != torch.uint8:
@@ -134,16 +160,3 @@ def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattene
 
     # The function does not get the pool; the rows belong to the pool of the running forward pass.
     return decoded_rows(quant_k_cache, page_table_1_flattened, get_token_to_kv_pool().row_format)
-
-
-_BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
-_DEQUANT = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_BACKEND}.__init__": _init,
-    f"{_BACKEND}.set_dsa_prefill_impl": _set_dsa_prefill_impl,
-    f"{_BACKEND}.get_topk_transform_method": _get_topk_transform_method,
-    f"{_BACKEND}._forward_flashmla_sparse": _forward_flashmla_sparse,
-    f"{_DEQUANT}.dequantize_k_cache_paged_dsa": _dequantize_k_cache_paged_dsa,
-}

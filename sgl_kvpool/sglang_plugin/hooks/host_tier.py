@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import ranks, sharing, state_tier
-from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
+from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
+from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
 from sgl_kvpool.sglang_plugin.options import HOST_SHARING, host_tier_of
+from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.transfer.host_options import NODE, RANK
+from sgl_kvpool.transfer.store_folders import FILE_STORES
 
-__all__ = ["install"]
+logger = logging.getLogger(__name__)
 
 #: Longest file name of the file systems that SGLang's `file` store is used on.
 _NAME_BYTES = 255
@@ -23,28 +25,70 @@ _KEY_BYTES = 64 + 32
 #: Prefix of the format tag of rows in SGLang's own host pool, whose pages differ from ours.
 _STOCK_TIER = "sglang-"
 
+_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
+_HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
+uses("sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_device_pool_infos", "host tier", takes=("self",))
+uses("sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", "host tier", takes=("requested_bytes",))
+uses(
+    "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
+    "host tier",
+    takes=(
+        *("self", "buffer_info", "host_to_device_ratio", "host_size", "page_size", "layout"),
+        *("pin_memory", "allocator_type", "override_kv_cache_dim", "draft_buffer_infos"),
+        *("device_capacity_tokens", "start_layer", "end_layer", "target_layer_num"),
+        *("pool_label", "host_token_capacity"),
+    ),
+)
+uses("sglang.srt.mem_cache.utils.get_storage_hash_str", "host tier", takes=("key", "prior_hash", "page_size"))
 
 
 # -------------------------------------------------------------------- construction
 
 
+@around("sglang.srt.mem_cache.hicache_auto_size._estimate_hicache_bytes", "host tier")
+def _estimate_hicache_bytes(original, params, draft_plan):
+    """Bytes of the host pools at a ratio of 1, by which SGLang lowers the default ratio until they fit.
+
+    SGLang counts the device's bytes. A narrower host layout has more tokens for the same bytes of rows, and
+    index keys and a draft's own tier get a slot for each.
+    """
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes, has_our_tier
+
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    if not has_our_tier(getattr(pool, "full_kv_pool", pool)):
+        return original(params, draft_plan)
+    own_drafts = draft_plan is not None and draft_plan.mode == "sidecar"
+    return TierBytes.of(
+        pool,
+        getattr(params.req_to_token_pool, "mamba_pool", None),
+        params.mtp_draft_device_pools,
+        params.mtp_draft_mamba_pools,
+        draft_plan.device_pools if own_drafts else (),
+    ).at_ratio_one
+
+
+@around(
+    f"{_ASSEMBLER}.build_kv_host_pool",
+    "host tier",
+    reads=("page_size", "host_size", "mtp_draft_device_pools", "pool_label"),
+)
 def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     """The host pool of a target, with the drafts that are packed with it."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.tier_bytes import has_our_tier
 
-    if not HierarchicalMLAHostPool.takes(kv_pool):
+    if not has_our_tier(kv_pool):
         tier = original(kv_pool=kv_pool, **kwargs)
         _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())), kwargs["page_size"])
+        uncached.warn_of_small_tier(tier, kv_pool)
         return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory
 
     memory, host_size = get_memory(), kwargs.get("host_size")
-    node_ranks = sharing.sharing_ranks(kv_pool.host_tier)
+    node_ranks = ranks.sharing_ranks(kv_pool.host_tier)
     tier = HierarchicalMLAHostPool(
         kv_pool,
         memory.hicache_ratio,
@@ -60,6 +104,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         node_ranks=node_ranks,
     )
     state_tier.row_tier_built(tier)
+    uncached.warn_of_small_tier(tier, kv_pool)
     return tier
 
 
@@ -74,16 +119,26 @@ def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
 
     target = pools[0]
     if isinstance(target, LayoutMLATokenToKVPool) and not target.kv_cache_layout.is_sglang_native:
-        from sgl_kvpool.srt.host.stored_pages import storage_format_tag
+        from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
 
         tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, page_size)}"
 
 
+@around(
+    f"{_ASSEMBLER}._build_mha_mla_host_pool",
+    "host tier",
+    reads=(
+        *("host_to_device_ratio", "page_size", "layout", "allocator_type", "pool_label"),
+        "host_token_capacity",
+    ),
+)
 def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     """The host pool of a draft that is not packed with its target."""
     from sglang.srt.runtime_context import get_memory, get_server_args
 
+    from sgl_kvpool.srt.host.memory import require_room
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.tier_bytes import has_our_tier, own_draft_bytes
 
     if host_tier_of(get_server_args()).sharing == NODE:
         # The launcher chooses sharing only beside drafts that are packed. SGLang would give this pool as many
@@ -92,48 +147,67 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
             f"SGLang does not pack this draft with its target, and its own host pool does not work with "
             f"{HOST_SHARING.flag} {NODE}; start the server with {HOST_SHARING.flag} {RANK}"
         )
-    if not HierarchicalMLAHostPool.takes(pool):
+    if not has_our_tier(pool):
+        tokens = kwargs.get("host_token_capacity")
+        if tokens is not None:
+            require_room(tokens * own_draft_bytes(pool), tokens)
         return original(pool=pool, **kwargs)
     return HierarchicalMLAHostPool(
         pool, host_size=0, io_backend=get_memory().hicache_io_backend, with_checksum=False, **kwargs
     )
 
 
+@around(f"{_CONTROLLER}.attach_storage_backend", "host tier", reads=("prefetch_threshold",))
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
-    """Attach a store, and check the states that it reads and writes.
+    """Attach a store, check the states that it moves, time its calls, and let keys name the weights.
 
-    Before, refuse a model name that is too long for file names, and compile SGLang's hash function.
+    Before, refuse a model name that is too long for file names, make and check the folders of files, and
+    compile SGLang's hash function.
     """
+    _check_folders(storage_backend, kwargs.get("storage_backend_extra_config"))
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
-    if is_ours(pool) or tag.startswith(_STOCK_TIER):
+    if holds_our_rows(pool) or tag.startswith(_STOCK_TIER):
         name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
         if storage_backend == "file" and name_bytes > _NAME_BYTES:
             raise Refusal(
                 f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
                 f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
             )
-    if not is_ours(pool):
-        return original(self, storage_backend, *args, model_name=model_name, **kwargs)
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
+    weights.attach()
+    if holds_our_rows(pool):
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-    # SGLang compiles this function at its first call, which takes 20 s on two cores, once per environment. If
-    # its prefetch thread made that call, every prompt meanwhile would wait and miss.
-    get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
+        # SGLang compiles this function at its first call, which takes 20 s on two cores, once per
+        # environment. If its prefetch thread made that call, every prompt meanwhile would wait and miss.
+        get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
     result = original(self, storage_backend, *args, model_name=model_name, **kwargs)
-    state_tier.watch_store(self)
+    wrap_calls(self.storage_backend, state_tier.store_calls(self) if holds_our_rows(pool) else {})
     return result
+
+
+def _check_folders(storage_backend: str, configuration: Any) -> None:
+    """Make the folders of a store of files, and warn about those that other accounts can reach."""
+    if storage_backend not in FILE_STORES:
+        return
+    store = FILE_STORES[storage_backend]
+    for folder in store.folders(configuration):
+        store.make_private(folder)
+        warning = store.warning(folder)
+        if warning is not None:
+            logger.warning("sgl-kvpool: %s", warning)
 
 
 # -------------------------------------------------------------------- before anything is queued
 
 
 def _moved_by_us(host_pool: Any) -> bool:
-    from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
+    from sgl_kvpool.srt.host.transfer_mixin import TransferMixin
 
-    return isinstance(host_pool, MovedPagesPool)
+    return isinstance(host_pool, TransferMixin)
 
 
+@around(f"{_HYBRID_CONTROLLER}.load", "host tier")
 def _load(
     original,
     self,
@@ -152,13 +226,13 @@ def _load(
     """
     pool = self.mem_pool_host.anchor_entry.host_pool
     arguments = (host_indices, priority, node_id, extra_pools)
-    if not is_ours(pool):
+    if not holds_our_rows(pool):
         return original(self, *arguments, device_indices=device_indices, **kwargs)
-    problem = pool.slots_problem(host_indices) or state_tier.host_problem(self, extra_pools)
+    problem = pool.host_indices_problem(host_indices) or state_tier.host_problem(self, extra_pools)
     for tier in _tiers_of_drafts(self):
-        problem = problem or tier.slots_problem(host_indices, allocated_here=False)
+        problem = problem or tier.host_indices_problem(host_indices, allocated_here=False)
     if problem is None and device_indices is not None:
-        problem = pool.device_slots_problem(device_indices)
+        problem = pool.device_indices_problem(device_indices)
     problem = problem or state_tier.device_problem(self, extra_pools)
     if ranks.load_is_miss(self, pool, host_indices, problem):
         return None
@@ -166,10 +240,10 @@ def _load(
     found = original(self, *arguments, device_indices=device_indices, **kwargs)
     if found is None:
         return None
-    problem = pool.device_slots_problem(found) or state_tier.device_problem(self, extra_pools)
+    problem = pool.device_indices_problem(found) or state_tier.device_problem(self, extra_pools)
     if problem is not None:
         problem += ", from the allocator of the device pool"
-    # No rank checks slot lists on a GPU (`device_slots_problem`), so there is nothing to agree on.
+    # No rank checks slot lists on a GPU (`device_indices_problem`), so there is nothing to agree on.
     if found.device.type == "cpu" and ranks.load_is_miss(self, pool, host_indices, problem):
         # SGLang's allocator returned slots that do not form pages of the pool, or the same slot twice. No
         # rank frees them: a second owner of a slot would read the first one's rows, and all ranks must keep
@@ -184,14 +258,15 @@ def _tiers_of_drafts(controller: Any) -> list[Any]:
     """Our tiers of drafts, which a load of the target's slots reads too."""
     group = controller.mem_pool_host
     pools = [entry.host_pool for entry in group.entries if entry is not group.anchor_entry]
-    return [pool for pool in pools if is_ours(pool)]
+    return [pool for pool in pools if holds_our_rows(pool)]
 
 
+@around(f"{_HYBRID_CONTROLLER}.write", "host tier")
 def _write(original, self, device_indices, priority=None, node_id=-1, extra_pools=None, **kwargs):
     """Queue a backup if the slot lists of rows and states are valid; None leaves the node not backed up."""
     pool = self.mem_pool_host.anchor_entry.host_pool
-    if is_ours(pool):
-        problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
+    if holds_our_rows(pool):
+        problem = pool.device_indices_problem(device_indices) or state_tier.device_problem(self, extra_pools)
         # Ranks that share a tier allocate its pages alike, so no rank may refuse alone.
         if not ranks.backup_is_good(self, pool, device_indices, problem):
             metrics.failed("backup_pages", problem or "on another rank")
@@ -199,31 +274,17 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
     return original(self, device_indices, priority, node_id, extra_pools, **kwargs)
 
 
+@around(f"{_HYBRID_CONTROLLER}._move_pool_indices", "host tier")
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
     """Put slot lists on the devices that our engines need; SGLang's backends need both on one device."""
     if not _moved_by_us(host_pool):
         return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
-    return host_pool.slots_for_transfer(host_indices, device_indices)
+    return host_pool.indices_for_transfer(host_indices, device_indices)
 
 
+@around(f"{_CONTROLLER}.move_indices", "host tier")
 def _move_indices(original, self, host_indices, device_indices):
     """`_move_pool_indices` for controllers of a single pool, with which decode servers offload."""
-    if not is_ours(self.mem_pool_host):
+    if not holds_our_rows(self.mem_pool_host):
         return original(self, host_indices, device_indices)
-    return self.mem_pool_host.slots_for_transfer(host_indices, device_indices)
-
-
-_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
-_HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_ASSEMBLER}.build_kv_host_pool": _build_kv_host_pool,
-    f"{_ASSEMBLER}._build_mha_mla_host_pool": _build_mha_mla_host_pool,
-    f"{_CONTROLLER}.attach_storage_backend": _attach_storage_backend,
-    f"{_HYBRID_CONTROLLER}.load": _load,
-    f"{_HYBRID_CONTROLLER}.write": _write,
-    f"{_HYBRID_CONTROLLER}._move_pool_indices": _move_pool_indices,
-    f"{_CONTROLLER}.move_indices": _move_indices,
-}
+    return self.mem_pool_host.indices_for_transfer(host_indices, device_indices)

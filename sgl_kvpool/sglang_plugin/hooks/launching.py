@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_groups, hook_points, startup
+from sgl_kvpool.sglang_plugin.hooks import weights
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
     HOST_LAYOUT,
@@ -17,22 +17,31 @@ from sgl_kvpool.sglang_plugin.options import (
     host_tier_of,
     layout_of,
 )
+from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
-__all__ = ["build_server_info", "install"]
+__all__ = ["layout_info"]
 
 
-def install() -> None:
-    """Hook the functions that launch schedulers and describe the server; only if a layout is requested.
+uses(
+    "sglang.srt.entrypoints.engine.SchedulerInitResult.__dataclass_fields__",
+    "launcher",
+    members=("scheduler_infos", "wait_for_ready"),
+)
 
-    This imports the Engine, right before `sglang.launch_server` would import it.
-    """
-    hook_points.wrap_all(HOOKS)
+
+@installs("launcher")
+def _hook_ray() -> None:
     if "sglang.srt.ray.engine" in sys.modules:
         ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
         hook_points.wrap(ray, _launch_scheduler_actors)
 
 
+@around(
+    "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+    "launcher",
+    reads=("port_args", "run_scheduler_process_func"),
+)
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     """Export to the schedulers which hook groups to apply, and the file for a refusal."""
     if layout_of(server_args) is None:
@@ -40,6 +49,7 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
             return original(cls, server_args, *args, **kwargs)
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
+    weights.draw(server_args)
     path = startup.refusal_path(server_args)
     groups = hook_groups.used_by(resolving_view(server_args), model_config_of(server_args))
     with (
@@ -48,8 +58,25 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     ):
         launched, processes = original(cls, server_args, *args, **kwargs)
     if path is not None:
-        startup.relay(launched, processes, path, server_args)
+        startup.raise_refusal_from_child(launched, processes, path, server_args)
+    _describe_when_ready(launched, server_args)
     return launched, processes
+
+
+def _describe_when_ready(launched, server_args) -> None:
+    """Add the layout in use to what the schedulers report when they are ready.
+
+    SGLang puts this report into the answers of `/server_info`, gRPC and the Engine, and hands it to processes
+    that answer without loading plugins (`--tokenizer-worker-num`, `Engine.attach_tokenizer_worker`).
+    """
+    wait = launched.wait_for_ready
+
+    def wait_for_ready() -> None:
+        wait()
+        for info in launched.scheduler_infos:
+            info.update(layout_info(server_args))
+
+    launched.wait_for_ready = wait_for_ready
 
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
@@ -63,17 +90,8 @@ def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs
     return original(self_or_cls, server_args, *args, **kwargs)
 
 
-def build_server_info(original, server_args, scheduler_info):
-    """Add the layout in use to `/server_info`; without a layout nothing is added."""
-    return {**original(server_args, scheduler_info), **_in_use(server_args)}
-
-
-def _get_server_info(original, self):
-    """Add the layout in use to the Engine's description, which does not call `build_server_info`."""
-    return {**original(self), **_in_use(self.tokenizer_manager.server_args)}
-
-
-def _in_use(server_args) -> dict[str, str]:
+def layout_info(server_args) -> dict[str, str]:
+    """What `/server_info` says of a server's layout; empty without one."""
     layout = layout_of(server_args)
     if layout is None:
         return {}
@@ -82,13 +100,3 @@ def _in_use(server_args) -> dict[str, str]:
         tier = host_tier_of(server_args)
         found |= {HOST_LAYOUT.name: tier.host_layout(layout).value, HOST_SHARING.name: tier.sharing}
     return found
-
-
-_ENGINE = "sglang.srt.entrypoints.engine.Engine"
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_ENGINE}._launch_scheduler_processes": _launch_scheduler_processes,
-    f"{_ENGINE}.get_server_info": _get_server_info,
-    "sglang.srt.utils.common.build_server_info": build_server_info,
-}

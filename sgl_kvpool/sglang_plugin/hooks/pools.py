@@ -1,9 +1,13 @@
-"""Hooks of the scheduler process: the pool's class, and the layout in the server info."""
+"""Hooks of the scheduler process: the pool's class, and the layout in the server info.
+
+It also has the pool of models that mix MLA with linear attention, and the backend of their linear layers.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
@@ -11,12 +15,12 @@ from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import disaggregation
-from sgl_kvpool.sglang_plugin.hooks.configurator import requested_arrangement, requested_layout
-from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
+from sgl_kvpool.sglang_plugin.hooks import disaggregation, weights
+from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
+from sgl_kvpool.sglang_plugin.hooks.server_args import require_decided
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
-from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, host_tier_of
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
+from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.rules.dsa import check_draft_backend
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
@@ -24,22 +28,61 @@ from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import RowPool
 
+__all__ = ["bound", "collect_k_scales", "requested_arrangement", "requested_layout"]
+
 logger = logging.getLogger(__name__)
 
-__all__ = ["bound", "collect_k_scales", "install"]
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_HYBRID = f"{_POOLS}.HybridLinearKVPool"
+
+uses(
+    f"{_POOLS}.MLATokenToKVPool.__init__",
+    "pools",
+    takes=(
+        *("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num"),
+        *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
+    ),
+)
+uses(
+    f"{_POOLS}.DSATokenToKVPool.__init__",
+    "sparse attention",
+    takes=("self", "size", "kv_cache_dim", "index_kpool"),
+)
+# A scheduler's counters appear among SGLang's metrics through the files of prometheus_client's multi-process
+# mode.
+uses("sglang.srt.utils.set_prometheus_multiproc_dir", "metrics")
+fields("enable_metrics")
 
 _GB = 1 << 30  # as in SGLang's own log lines
 
 
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
+def requested_layout(configurator: Any) -> MLAKVCacheLayout | None:
+    """Requested layout of a KVCacheConfigurator's server; None without one, and for a draft without MLA."""
+    require_decided(configurator.server_args)
+    layout = layout_of(configurator.server_args)
+    if layout is None or configurator.use_mla_backend:
+        return layout
+    if not configurator.is_draft_worker:
+        raise RuntimeError(f"--kv-cache-layout {layout} is set, but SGLang does not serve an MLA model")
+    return None  # a draft model without MLA keeps SGLang's pool
+
+
+def requested_arrangement(configurator: Any) -> KVArrangement:
+    """Arrangement of a KVCacheConfigurator's rows."""
+    # A draft's rows are layer-major: it has few layers, nothing reads its pages as contiguous bytes, and with
+    # a single layer all arrangements have the same strides.
+    if configurator.is_draft_worker:
+        return KVArrangement.LAYER_MAJOR
+    return arrangement_of(configurator.server_args)
 
 
 # -------------------------------------------------------------------- the pool
 
 
+@around(f"{_CONFIGURATOR}._resolve_kv_pool_class", "pools")
 def _resolve_kv_pool_class(original, self, *, kind, default):
+    """Our class for pools of rows, with its options: target and draft pools take their class from here."""
     pool_class = original(self, kind=kind, default=default)
     layout = requested_layout(self)
     if layout is None:
@@ -66,16 +109,20 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     return bound(self, layout, LayoutMLATokenToKVPool)
 
 
-def bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]) -> type:
-    """Our pool class, bound to the options of a KVCacheConfigurator's server."""
-    readers = (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
-    return pool_class.bind(
+def bound(
+    configurator: Any, layout: MLAKVCacheLayout, pool_class: Callable[..., RowPool]
+) -> Callable[..., RowPool]:
+    """Our pool class, with the options of a KVCacheConfigurator's server; SGLang only calls it."""
+    from sgl_kvpool.srt.pool.row_pool import PoolOptions
+
+    options = PoolOptions(
         layout,
-        _checked_k_scales(configurator, layout, readers, _layers_with_rows(configurator)),
-        arrangement=requested_arrangement(configurator),
-        readers=readers,
-        host_tier=host_tier_of(configurator.server_args),
+        _k_scales_of(configurator, layout),
+        requested_arrangement(configurator),
+        _readers_of_rows(configurator),
+        host_tier_of(configurator.server_args),
     )
+    return partial(pool_class, options=options)
 
 
 def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> None:
@@ -94,6 +141,11 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
         check_draft_backend(backend, model_name(configurator.model_config))
     else:
         check_draft(layout, requested_arrangement(configurator), backend)
+
+
+def _readers_of_rows(configurator: Any) -> tuple[str, ...]:
+    """Names of all readers of a pool: SGLang's implementation of sparse attention is one name."""
+    return (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
 
 
 def _readers(configurator: Any) -> tuple[str, ...]:
@@ -117,11 +169,14 @@ def _layers_with_rows(configurator: Any) -> Collection[int] | None:
     return (0,) if layers is not None and configurator.is_draft_worker else layers
 
 
+def _k_scales_of(configurator: Any, layout: MLAKVCacheLayout) -> dict[int, float]:
+    """k_scales of the model as it is loaded now, for the pool of a KVCacheConfigurator."""
+    readers, with_rows = _readers_of_rows(configurator), _layers_with_rows(configurator)
+    return _checked_k_scales(configurator, layout, readers, with_rows)
+
+
 def _checked_k_scales(
-    self,
-    layout: MLAKVCacheLayout,
-    readers: tuple[str, ...],
-    with_rows: Collection[int] | None = None,
+    self, layout: MLAKVCacheLayout, readers: tuple[str, ...], with_rows: Collection[int] | None = None
 ) -> dict[int, float]:
     if not layout.uses_k_scale:
         return {}
@@ -141,22 +196,9 @@ def _checked_k_scales(
 
 
 def collect_k_scales(model: Any) -> dict[int, float]:
-    """k_scale of every model layer that has one, from the modules on which SGLang's loader sets it.
+    """k_scale of every model layer that has one, by layer id, where SGLang's loader sets it.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The loaded model.
-
-    Returns
-    -------
-    dict of int to float
-        Model layer id to scale; for a layer that is absent, the scale is 1.0.
-
-    Raises
-    ------
-    ValueError
-        Two modules of a layer disagree.
+    The scale of other layers is 1.0. Refusal if two modules of a layer disagree.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -176,7 +218,9 @@ def collect_k_scales(model: Any) -> dict[int, float]:
     return k_scales
 
 
+@around(f"{_CONFIGURATOR}._build_token_to_kv_pool", "pools", reads=("sizes",))
 def _build_token_to_kv_pool(original, self, **kwargs):
+    """Check the pool that SGLang built: a builder that does not resolve the class would build another."""
     pool = original(self, **kwargs)
     layout = requested_layout(self)
     if layout is None:
@@ -195,6 +239,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             "pool; leave out --kv-cache-arrangement, and report the server's arguments"
         )
     disaggregation.remember(pool.row_pool)
+    weights.follow_k_scales(pool, partial(_k_scales_of, self, layout))
     if not self.is_draft_worker:
         _publish_metrics(self.server_args, layout, arrangement)
     chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
@@ -214,6 +259,12 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     return pool
 
 
+@around("sglang.srt.utils.common.build_server_info", "pools")
+def _build_server_info(original, server_args, scheduler_info):
+    """Add the layout in use to the description that SGLang's Rust server builds in a scheduler."""
+    return {**original(server_args, scheduler_info), **layout_info(server_args)}
+
+
 def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -229,11 +280,60 @@ def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KV
         )
 
 
-_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+# -------------------------------------------------------------------- hybrid models
 
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_CONFIGURATOR}._resolve_kv_pool_class": _resolve_kv_pool_class,
-    f"{_CONFIGURATOR}._build_token_to_kv_pool": _build_token_to_kv_pool,
-    "sglang.srt.utils.common.build_server_info": build_server_info,
-}
+# The class that the builder of pools finds by its global name and constructs.
+uses("sglang.srt.mem_cache.kv_cache_configurator.HybridLinearKVPool", "hybrid models")
+uses(
+    f"{_HYBRID}.__init__",
+    "hybrid models",
+    takes=(
+        *("self", "full_attention_layer_ids", "mamba_pool", "use_mla", "use_dsa", "full_kv_pool_class"),
+        "full_kv_pool",
+    ),
+)
+uses(f"{_HYBRID}._transfer_full_attention_id", "hybrid models", takes=("self", "layer_id"))
+uses(f"{_HYBRID}._wait_for_layer", "hybrid models", takes=("self", "layer_id"))
+
+
+@around(
+    f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool",
+    "hybrid models",
+    reads=(
+        *("max_total_num_tokens", "req_to_token_pool", "mha_pool_class", "mla_pool_class"),
+        "dsa_pool_class",
+    ),
+)
+def _build_hybrid_linear_kv_pool(original, self, **kwargs):
+    """Build SGLang's wrapper of rows and states as our class, which the builder finds by a global name."""
+    layout = requested_layout(self)
+    if layout is None:
+        return original(self, **kwargs)
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
+
+    stock = kv_cache_configurator.HybridLinearKVPool
+    kv_cache_configurator.HybridLinearKVPool = bound(self, layout, LayoutHybridLinearKVPool)
+    try:
+        return original(self, **kwargs)
+    finally:
+        kv_cache_configurator.HybridLinearKVPool = stock
+
+
+@around("sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", "hybrid models")
+def _wrap_for_model(original, runner, full_attn_backend):
+    """Wrap the backend for a hybrid model, and hide the dtype of the rows from its linear layers.
+
+    Lightning attention casts its float32 queries to the dtype of the KV cache unless that is `auto`, and
+    writes its result in the dtype of the queries. A layout's dtype is that of rows, which linear layers do
+    not have.
+    """
+    backend = original(runner, full_attn_backend)
+    linear: Any = getattr(backend, "linear_attn_backend", None)
+    if hasattr(linear, "kv_cache_dtype_str"):
+        from sgl_kvpool.srt.pool.row_pool import RowPool
+
+        if isinstance(runner.token_to_kv_pool, RowPool):
+            linear.kv_cache_dtype_str = "auto"
+    return backend

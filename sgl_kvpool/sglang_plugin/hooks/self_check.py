@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin import hook_points, startup
 from sgl_kvpool.sglang_plugin.hooks import disaggregation, dsa, ranks
-from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
+from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows
 from sgl_kvpool.sglang_plugin.options import LAYOUT
-from sgl_kvpool.sglang_plugin.rules.self_check import why_due
+from sgl_kvpool.sglang_plugin.registry import around
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["run"]
 
+_NO_RUN = "no committed test run of these kernels on such a GPU"
 _WITHOUT_LAYOUT = f"serve without {LAYOUT.flag}"
 _WITHOUT_TIER = f"serve without --enable-hierarchical-cache, or without {LAYOUT.flag}"
+
+
+@around("sglang.srt.managers.scheduler.Scheduler.__init__", "pools", reads=("server_args", "port_args"))
+def _init_scheduler(original, self, *args, **kwargs):
+    """Run the self-check at the end of the constructor; a refusal of either ends the process."""
+    with startup.ending_when_refused():
+        original(self, *args, **kwargs)
+        run(self)
 
 
 def run(scheduler: Any) -> None:
     """Run the self-check of a scheduler, if it is due; log one line.
 
-    Parameters
-    ----------
-    scheduler : Scheduler
-        SGLang's scheduler at the end of its constructor: CUDA graphs are captured, and no request has
-        arrived.
-
-    Raises
-    ------
-    Refusal
-        A check found a difference, or could not be run.
+    The scheduler is at the end of its constructor: CUDA graphs are captured, and no request has arrived.
+    Refusal if a check found a difference, or could not be run.
     """
     runner = scheduler.tp_worker.model_runner
     why = _why_due(str(runner.device))
@@ -52,7 +51,7 @@ def run(scheduler: Any) -> None:
     controller = _controller(scheduler.tree_cache)
     if controller is not None:
         # The tier's check runs collectives: every rank starts it or none does.
-        if not ranks.everywhere(controller, problem is None) and problem is None:
+        if not ranks.all_ranks(controller, problem is None) and problem is None:
             problem = Refusal(f"the self-check at start ({why}) failed on another rank, see its line")
         elif problem is None:
             try:
@@ -61,20 +60,25 @@ def run(scheduler: Any) -> None:
                 problem = _refusal(error, why, _WITHOUT_TIER)
     if problem is not None:
         raise problem
+    _synchronize(str(runner.device))
     seconds = time.monotonic() - began
     logger.info("sgl-kvpool: self-check passed in %.2f s (%s): %s", seconds, why, ", ".join(found))
 
 
-def _why_due(device: str) -> str | None:
+def _synchronize(device: str) -> None:
+    """Wait for the device: nothing orders the streams of the event loop after that of the checks."""
     import torch
 
-    kind = torch.device(device).type
-    capability = triton = None
-    if kind == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        with suppress(importlib.metadata.PackageNotFoundError):
-            triton = importlib.metadata.version("triton")
-    return why_due(hook_points.version_problem(), kind, capability, triton)
+    torch.get_device_module(device).synchronize()
+
+
+def _why_due(device: str) -> str | None:
+    """Why a scheduler has to run the self-check; None if it need not."""
+    import torch
+
+    if hook_points.version_problem() is not None:
+        return "this SGLang is not a tested one"
+    return _NO_RUN if torch.device(device).type == "cuda" else None
 
 
 def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
@@ -156,7 +160,7 @@ def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
 def _controller(tree: Any) -> Any:
     """SGLang's controller of our host tier; None if the server has no such tier."""
     controller = getattr(tree, "cache_controller", None)
-    if controller is None or not is_ours(controller.mem_pool_host.anchor_entry.host_pool):
+    if controller is None or not holds_our_rows(controller.mem_pool_host.anchor_entry.host_pool):
         return None
     return controller
 
@@ -164,4 +168,4 @@ def _controller(tree: Any) -> Any:
 def _check_tier(controller: Any) -> str:
     from sgl_kvpool.srt.self_check import check_tier
 
-    return check_tier(controller, lambda good: ranks.everywhere(controller, good))
+    return check_tier(controller, lambda good: ranks.all_ranks(controller, good))

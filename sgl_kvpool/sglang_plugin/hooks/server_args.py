@@ -14,8 +14,8 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.refusal import Refusal, say_alone
-from sgl_kvpool.sglang_plugin import hook_groups, hook_points
+from sgl_kvpool.refusal import Refusal, print_without_traceback
+from sgl_kvpool.sglang_plugin import hook_groups
 from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.options import (
     AUTO,
@@ -28,21 +28,32 @@ from sgl_kvpool.sglang_plugin.options import (
     is_from_command_line,
     layout_of,
 )
+from sgl_kvpool.sglang_plugin.registry import around, fields, installs, uses
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
+from sgl_kvpool.sglang_plugin.rules import model as model_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
 from sgl_kvpool.sglang_plugin.rules.host_sharing import choose_sharing
 
-__all__ = ["install", "require_decided"]
+__all__ = ["STEPS", "require_decided"]
 
 _SOURCE = "sgl_kvpool"
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_ARG_GROUPS = "sglang.srt.arg_groups"
 logger = logging.getLogger(__name__)
 
 #: Attribute that marks the function which takes our Engine keywords.
 _EXTENDED = "_kvpool_extended"
 _installed = False
+
+
+uses(f"{_ARG_GROUPS}.resolution_hooks.register_resolution_hook", "arguments", takes=("name",))
+uses(f"{_ARG_GROUPS}.overrides.declare_resolution", "arguments", takes=("server_args", "source"))
+uses(f"{_ARG_GROUPS}.overrides.resolving_view", "arguments", takes=("server_args",))
+uses(f"{_ARG_GROUPS}.overrides.model_config_of", "arguments", takes=("server_args",))
+fields("cuda_graph_config", "kv_cache_dtype", "page_size")
 
 
 def require_decided(server_args: Any) -> None:
@@ -59,8 +70,9 @@ def require_decided(server_args: Any) -> None:
         )
 
 
-def install() -> None:
-    """Hook the arguments; safe to call again."""
+@installs("arguments")
+def _install() -> None:
+    """Add the steps, the name of our backend, and the Engine's keywords."""
     global _installed
     if _installed:
         return
@@ -71,15 +83,17 @@ def install() -> None:
     for name, step in STEPS.items():
         register_resolution_hook(name)(step)
     add_attention_backend_choices([KVPOOL_BACKEND])
-    # Flags and keywords are added last: if a line above fails, SGLang rejects them as unknown.
-    hook_points.wrap_all(HOOKS)
+    # Keywords are added last, and flags by a hook after this: if a line above fails, SGLang rejects them as
+    # unknown.
     _extend_engine()
 
 
 # -------------------------------------------------------------------- flags and keywords
 
 
+@around(f"{_ARGS}.add_cli_args", "arguments")
 def _add_cli_args(original, parser):
+    """Add our arguments, which are also keys of `--config` YAML."""
     original(parser)
     for option in OPTIONS:
         parser.add_argument(
@@ -92,28 +106,34 @@ def _add_cli_args(original, parser):
         )
 
 
+@around(f"{_ARGS}.from_cli_args", "arguments")
 def _from_cli_args(original, cls, args):
+    """Store and check the values in underscore attributes, which SGLang pickles into its children.
+
+    SGLang drops unknown fields. Models and kernels are not imported yet.
+    """
     server_args = original(cls, args)
     from_command_line(server_args)
-    with _said_alone(server_args):
+    with _without_traceback(server_args):
         for option in OPTIONS:
             value = getattr(args, option.name, None)
-            option.remember(server_args, option.taken(value, f"{option.flag} {value or repr(value)}"))
+            option.store(server_args, option.parse(value, f"{option.flag} "))
         argument_rules.check(server_args)
     return server_args
 
 
 @contextmanager
-def _said_alone(server_args: Any) -> Iterator[None]:
+def _without_traceback(server_args: Any) -> Iterator[None]:
     """Make a refusal of command-line arguments the last line that the process prints."""
     try:
         yield
     except Refusal as refusal:
         if is_from_command_line(server_args):
-            say_alone(refusal)
+            print_without_traceback(refusal)
         raise
 
 
+@around("sglang.srt.plugins.load_plugins", "arguments")
 def _load_plugins(original):
     """Extend the Engine: every Engine calls `load_plugins` before it reads `server_args_class`."""
     original()
@@ -139,7 +159,7 @@ def _engine_server_args(previous):
         values = {option: kwargs.pop(option.name, None) for option in OPTIONS}
         server_args = previous(**kwargs)
         for option, value in values.items():
-            option.remember(server_args, option.taken(value, f"{option.name}={value!r}"))
+            option.store(server_args, option.parse(value, f"{option.name}="))
         argument_rules.check(server_args)
         return server_args
 
@@ -151,10 +171,10 @@ def _engine_server_args(previous):
 
 
 def _before(rule):
-    """A resolution step that runs a rule of ours before SGLang's step."""
+    """Wrap one step of SGLang's argument resolution: our rule first, then SGLang's step."""
 
     def step(server_args, previous):
-        with _said_alone(server_args):
+        with _without_traceback(server_args):
             rule(server_args)
         previous(server_args)
 
@@ -162,11 +182,11 @@ def _before(rule):
 
 
 def _after(rule):
-    """A resolution step that runs a rule of ours after SGLang's step."""
+    """Wrap one step of SGLang's argument resolution: SGLang's step first, then our rule."""
 
     def step(server_args, previous):
         previous(server_args)
-        with _said_alone(server_args):
+        with _without_traceback(server_args):
             rule(server_args)
 
     return step
@@ -193,11 +213,10 @@ def _check_model(server_args):
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     model_config = model_config_of(server_args)
-    host_tier_rules.check_model(layout, model_config)
+    model_rules.check_model(layout, model_config)
     if is_dsa(model_config):
         declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
     else:
-        host_tier_rules.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
         declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
         view = resolving_view(server_args)
         sized = view.page_size is not None or keeps_states_by_token(model_config, view)
@@ -223,8 +242,14 @@ def _choose_backend(server_args):
     if is_dsa(model_config_of(server_args)):
         return  # SGLang has one backend for sparse attention
     common, *phases = (getattr(server_args, field) for field in BACKEND_FIELDS)
-    attention_rules.check_named(layout, arrangement, common, *phases)
     view = resolving_view(server_args)
+    attention_rules.check_named(layout, arrangement, view, common, *phases)
+    for phase in attention_rules.phases_taken_over(layout, common, *phases):
+        logger.info(
+            "sgl-kvpool: --%s-attention-backend %s (that of %s would cast the whole pool of a layer)",
+            *(phase, KVPOOL_BACKEND, common),
+        )
+        declare_resolution(server_args, _SOURCE, **{f"{phase}_attention_backend": KVPOOL_BACKEND})
     if common is None and None in phases:
         if not attention_rules.is_chosen(layout, arrangement, view.device):
             return  # SGLang's choice, which the last step checks
@@ -261,28 +286,26 @@ def _finish(server_args):
             dsa_rules.check_stock(model_config, view)
         return
     hook_groups.require(hook_groups.used_by(view, model_config))
-    host_tier_rules.check_features(layout, arrangement, view)
+    argument_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
-    if host_tier_rules.has_host_tier(view):
-        requested = getattr(server_args, HOST_SHARING.attribute, None) or HOST_SHARING.default
-        sharing, why = choose_sharing(requested, model_config, view)
+    requested = {option: getattr(server_args, option.attribute, None) or option.default for option in OPTIONS}
+    if not host_tier_rules.has_host_tier(view):
+        host_tier_rules.check_without_tier(requested, view)
+    else:
+        sharing, why = choose_sharing(requested[HOST_SHARING], model_config, view)
         setattr(server_args, HOST_SHARING.attribute, sharing)
-        if sharing != requested and (requested != AUTO or view.tp_size > 1):
+        asked = requested[HOST_SHARING]
+        if sharing != asked and (asked != AUTO or view.tp_size > 1):
             logger.info("sgl-kvpool: %s %s (%s)", HOST_SHARING.flag, sharing, why)
-    host_tier_rules.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
-    if host_tier_rules.has_host_tier(view):
-        host_tier_rules.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)
+        options = host_tier_of(server_args)
+        host_tier_rules.check_host_tier(layout, arrangement, options, view)
+        host_tier_rules.check_host_model(layout, arrangement, options, model_config, view)
     if sparse:
         dsa_rules.check_resolved(layout, model_config, view)
     else:
         attention_rules.check_backends(layout, arrangement, view)
         attention_rules.check_model(model_config, view)
-    shown = layout.sglang_kv_cache_dtype(is_dsa=sparse)
-    if view.kv_cache_dtype != shown:
-        raise Refusal(
-            f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} declares "
-            f"{shown}; another plugin or model rule changed it"
-        )
+    model_rules.check_resolved_dtype(layout, view.kv_cache_dtype, is_dsa=sparse)
     hook_groups.apply((hook_groups.LAUNCHER,))
 
 
@@ -294,11 +317,4 @@ STEPS: Mapping[str, Callable] = {
     "validate_deepep_v2_dispatch_token_budget": _after(_finish),
 }
 
-_ARGS = "sglang.srt.server_args.ServerArgs"
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_ARGS}.add_cli_args": _add_cli_args,
-    f"{_ARGS}.from_cli_args": _from_cli_args,
-    "sglang.srt.plugins.load_plugins": _load_plugins,
-}
+uses(f"{_ARG_GROUPS}.resolution_hooks._OVERRIDABLE_HOOKS", "arguments", members=STEPS)

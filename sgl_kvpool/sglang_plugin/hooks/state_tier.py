@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
-from sgl_kvpool.srt.host.page_checksum import failure_kind
+from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows
+from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.srt.host.page_format import failure_kind
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
     from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
-__all__ = ["device_problem", "host_problem", "install", "join_states", "row_tier_built", "watch_store"]
+__all__ = ["device_problem", "host_problem", "join_states", "row_tier_built", "store_calls"]
 
+_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
 
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
+uses(f"{_TREE}.writing_check", "host tier of hybrid models", takes=("self", "write_back"))
+uses(f"{_TREE}.loading_check", "host tier of hybrid models", takes=("self", "finish_count"))
+uses(
+    "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent.finalize_match_result_in_cache",
+    "host tier of hybrid models",
+    takes=("self", "params", "result"),
+)
+# Methods of the attached store, which may be of any class.
+uses(f"{_STORE}.batch_get_v2", "host tier of hybrid models", takes=("self", "transfers", "extra_info"))
+uses(f"{_STORE}.batch_set_v2", "host tier of hybrid models", takes=("self", "transfers", "extra_info"))
+uses(
+    "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost.__init__",
+    "host tier of hybrid models",
+    takes=(
+        *("self", "buffer_info", "host_to_device_ratio", "host_size", "device_capacity", "pin_memory"),
+        *("allocator_type", "layout", "mtp_draft_buffer_infos"),
+    ),
+)
 
 
 # -------------------------------------------------------------------- construction
@@ -41,15 +59,15 @@ class _Stack:
 _building: ContextVar[_Stack | None] = ContextVar("sgl_kvpool_hybrid_tier", default=None)
 
 
+@around(f"{_ASSEMBLER}.build_hybrid_mamba_stack", "host tier of hybrid models")
 def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
     """Record the rows and states of the host pools that SGLang builds next, to split `--hicache-size`."""
     from sgl_kvpool.srt.host.memory import HostTierTooLarge
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-    from sgl_kvpool.srt.host.tier_bytes import TierBytes, rows_declared
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes, has_our_tier, rows_declared
 
     arguments = {"params": params, "decls": decls, "mamba_pool": mamba_pool, **kwargs}
     rows = rows_declared(decls)
-    if not HierarchicalMLAHostPool.takes(rows):
+    if not has_our_tier(rows):
         return original(**arguments)
     from sglang.srt.runtime_context import get_memory
 
@@ -68,6 +86,7 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
         _building.reset(token)
 
 
+@around(f"{_ASSEMBLER}._split_hicache_size", "host tier of hybrid models")
 def _split_hicache_size(original, hicache_size, kv_pools):
     """Split by bytes on the host; SGLang splits by bytes on the device, where rows may be wider."""
     stack = _building.get()
@@ -81,6 +100,7 @@ def row_tier_built(tier: Any) -> None:
         stack.row_tier = tier
 
 
+@around(f"{_ASSEMBLER}.build_mamba_host_pool", "host tier of hybrid models")
 def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=()):
     """Build our host pool of states if the host pool of the rows is ours."""
     stack = _building.get()
@@ -122,14 +142,16 @@ def _state_tier(controller: Any) -> HierarchicalStatePoolHost | None:
     The class is not imported, since its module needs SGLang's pool of states: models without states get here
     too.
     """
-    from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
+    from sgl_kvpool.srt.host.transfer_mixin import TransferMixin
 
     # A decode server that offloads has a single pool, not a group.
     pools = (entry.host_pool for entry in getattr(controller.mem_pool_host, "entries", ()))
-    return next((pool for pool in pools if isinstance(pool, MovedPagesPool) and not is_ours(pool)), None)
+    return next(
+        (pool for pool in pools if isinstance(pool, TransferMixin) and not holds_our_rows(pool)), None
+    )
 
 
-def _of_states(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
+def _state_transfers(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
     """Transfers that move states of our tier."""
     if not transfers:
         return []
@@ -140,9 +162,9 @@ def _of_states(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
 def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
     """Why the states of a load cannot be loaded; None if they can, or if the load has no states."""
     tier = _state_tier(controller)
-    for transfer in _of_states(controller, transfers):
+    for transfer in _state_transfers(controller, transfers):
         # A node's state is loaded into its own slot and into the request's: one host slot, in two transfers.
-        problem = tier.slots_problem(transfer.host_indices) if tier is not None else None
+        problem = tier.host_indices_problem(transfer.host_indices) if tier is not None else None
         if problem is not None:
             return f"states: {problem}"
     return None
@@ -152,11 +174,13 @@ def device_problem(controller: Any, transfers: Sequence[Any] | None) -> str | No
     """Why device slots of states are invalid or listed twice; None if they are valid or not known yet."""
     import torch
 
-    given = [t.device_indices for t in _of_states(controller, transfers) if t.device_indices is not None]
+    given = [
+        t.device_indices for t in _state_transfers(controller, transfers) if t.device_indices is not None
+    ]
     tier = _state_tier(controller)
     if not given or tier is None:
         return None
-    problem = tier.device_slots_problem(torch.cat(given))
+    problem = tier.device_indices_problem(torch.cat(given))
     return None if problem is None else f"states: {problem}"
 
 
@@ -167,7 +191,7 @@ def join_states(controller: Any, operation: Any) -> None:
     """
     import torch
 
-    several = _of_states(controller, operation.pool_transfers)
+    several = _state_transfers(controller, operation.pool_transfers)
     if len(several) < 2:
         return
     joined = replace(
@@ -182,6 +206,7 @@ def join_states(controller: Any, operation: Any) -> None:
 # -------------------------------------------------------------------- a load that is a miss
 
 
+@around(f"{_TREE}.init_load_back", "host tier of hybrid models")
 def _init_load_back(original, self, params):
     """After a load that was a miss, give the request the state of the prefix from which it continues.
 
@@ -205,22 +230,43 @@ def _init_load_back(original, self, params):
     return found
 
 
+# -------------------------------------------------------------------- states locked by copies
+
+
+@around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models")
+def _evict_for_alloc(original, self, params, **kwargs):
+    """Where too few states can be evicted, wait for the copies that lock states, then evict again.
+
+    SGLang's admission does not count locked states, and it ends the scheduler where a slot is missing ("Can
+    not alloc mamba cache"). Every rank evicts at the same point of its schedule (`rank_consensus`), so after
+    the wait all ranks have finished the same copies.
+    """
+    if not params.mamba_num or self.cache_controller is None or self.buffer_pipeline is not None:
+        return original(self, params, **kwargs)
+    slots = self.req_to_token_pool.mamba_allocator
+    wanted = slots.available_size() + params.mamba_num
+    found = original(self, params, **kwargs)
+    missing = wanted - slots.available_size()
+    if missing > 0:
+        self.writing_check(write_back=True)
+        self.loading_check(finish_count=len(self.cache_controller.ack_load_queue))
+        again = original(self, replace(params, num_tokens=0, mamba_num=missing), **kwargs)
+        found.num_tokens_evicted += again.num_tokens_evicted
+        found.mamba_num_evicted += again.mamba_num_evicted
+    return found
+
+
 # -------------------------------------------------------------------- stores
 
 
-def watch_store(controller: Any) -> None:
-    """Check the states that a store reads and writes.
-
-    The methods are replaced on the store object, since it may be of any class.
-    """
-    tier, store = _state_tier(controller), controller.storage_backend
-    if tier is not None:
-        store.batch_get_v2 = functools.partial(_get_states, tier, store.batch_get_v2)
-        store.batch_set_v2 = functools.partial(_set_states, tier, store.batch_set_v2)
+def store_calls(controller: Any) -> dict[str, Callable]:
+    """Method of a store -> wrapper that checks the states which it reads or writes; see `wrap_calls`."""
+    tier = _state_tier(controller)
+    return {} if tier is None else {method: partial(check, tier) for method, check in _STATE_CALLS.items()}
 
 
-def _others_first(original: Callable, transfers: Sequence[Any], extra_info: Any) -> tuple:
-    """Results of transfers without states or without slots, and the list of the other transfers."""
+def _split_transfers(original: Callable, transfers: Sequence[Any], extra_info: Any) -> tuple:
+    """Run the transfers that hold no states; return their results, and the transfers that do."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     ours = [t for t in transfers if t.name == PoolName.MAMBA and t.host_indices is not None]
@@ -230,7 +276,7 @@ def _others_first(original: Callable, transfers: Sequence[Any], extra_info: Any)
 
 def _get_states(tier, original, transfers, extra_info=None):
     """Whether each state could be read. SGLang uses the rows of a prefix only together with its state."""
-    results, ours = _others_first(original, transfers, extra_info)
+    results, ours = _split_transfers(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
         try:
@@ -255,19 +301,13 @@ def _get_states(tier, original, transfers, extra_info=None):
 
 
 def _keys_by_slot(transfer: Any) -> dict[int, str]:
-    """Key of each host slot. SGLang passes one key per slot; its stores move nothing if the numbers differ.
-
-    Raises
-    ------
-    ValueError
-        The numbers of slots and keys differ, so the slot of a key is unknown.
-    """
+    """Key of each host slot; ValueError unless there is one per slot, where SGLang's stores move nothing."""
     return dict(zip(transfer.host_indices.tolist(), transfer.keys or [], strict=True))
 
 
 def _set_states(tier, original, transfers, extra_info=None):
     """Store states that were not lost in their backup; rows without states are stored and never matched."""
-    results, ours = _others_first(original, transfers, extra_info)
+    results, ours = _split_transfers(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
         none = [False] * len(keys)
@@ -289,12 +329,4 @@ def _set_states(tier, original, transfers, extra_info=None):
     return results
 
 
-_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_ASSEMBLER}.build_hybrid_mamba_stack": _build_hybrid_mamba_stack,
-    f"{_ASSEMBLER}._split_hicache_size": _split_hicache_size,
-    f"{_ASSEMBLER}.build_mamba_host_pool": _build_mamba_host_pool,
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back": _init_load_back,
-}
+_STATE_CALLS = {"batch_get_v2": _get_states, "batch_set_v2": _set_states}

@@ -4,26 +4,39 @@ SGLang has two kinds of stores. A store that copies calls methods of the tier fo
 (`get_data_page`), which compute and verify checksums. A store without copies (Mooncake, NIXL, ...) reads and
 writes the tier's memory: checksums are written before it reads, and verified after it has written. Some
 stores of the second kind call these methods too; the tier then verifies twice.
+
+While weights may have changed, a store gets no pages and has none (`hooks.weights`); afterwards it knows
+pages by other keys. It stays attached: a new Mooncake client would lose the pages in its memory, and NIXL and
+Mooncake would register the tier again.
+
+SGLang has one thread each for searching, reading and writing a store. A call that hangs (a dead mount, a FIFO
+among the files) holds up all later ones: prompts are answered, and no page is found or stored. Calls that
+take too long are counted while they last, since they may never return.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.srt.host.page_checksum import failure_kind
+from sgl_kvpool.sglang_plugin.hooks.weights import SERVED
+from sgl_kvpool.sglang_plugin.registry import around
+from sgl_kvpool.srt.host.page_format import failure_kind
 
-__all__ = ["install", "is_ours"]
+__all__ = ["holds_our_rows", "wrap_calls"]
+
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+#: SGLang waits this long for its threads in a flush, and ends the server if one has not stopped.
+_LIMIT_SECONDS = 10.0
+#: Whether this thread is in a call, which may make others.
+_in_call = threading.local()
 
 
-def install() -> None:
-    """Apply the hooks."""
-    hook_points.wrap_all(HOOKS)
-
-
-def is_ours(host_pool: Any) -> bool:
+def holds_our_rows(host_pool: Any) -> bool:
     """Whether a host pool is our host pool of rows."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
@@ -32,17 +45,96 @@ def is_ours(host_pool: Any) -> bool:
 
 def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[int, str]:
     """Key of each page by its first host slot."""
-    return dict(zip(host_indices[:: controller.page_size].tolist(), hash_values, strict=True))
+    return dict(zip(host_indices[:: controller.page_size].tolist(), SERVED.keys(hash_values), strict=True))
+
+
+# -------------------------------------------------------------------- calls of a store
+
+
+def wrap_calls(store: Any, of_states: Mapping[str, Callable]) -> None:
+    """Replace the methods by which SGLang's controllers call a store.
+
+    A call longer than ten seconds is counted. Keys name the pages' weights, and a store has no pages of
+    unsettled weights.
+
+    Parameters
+    ----------
+    store : HiCacheStorage
+        Of any class, so that its methods are replaced on the object.
+    of_states : mapping
+        Method -> `wrapped(original, *args)`, which checks the states that it moves; outside of the time
+        limit, and inside of the keys, which seed the checksums of states.
+    """
+    for method, (action, by_key) in _METHODS.items():
+        if hasattr(store, method):
+            call = partial(_timed, getattr(store, method), action)
+            if method in of_states:
+                call = partial(of_states[method], call)
+            setattr(store, method, partial(by_key, call))
+
+
+def _exists(original, keys, *args, **kwargs):
+    return 0 if SERVED.unsettled else original(SERVED.keys(keys), *args, **kwargs)
+
+
+def _exists_v2(original, keys, pool_transfers=None, *args, **kwargs):
+    from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+    if SERVED.unsettled:
+        return PoolTransferResult.empty()
+    return original(SERVED.keys(keys), pool_transfers and _named(pool_transfers), *args, **kwargs)
+
+
+def _pages(original, keys, *args, **kwargs):
+    return original(SERVED.keys(keys), *args, **kwargs)
+
+
+def _pages_v2(original, transfers, *args, **kwargs):
+    return original(_named(transfers), *args, **kwargs)
+
+
+def _named(transfers: Any) -> list[Any]:
+    return [replace(one, keys=one.keys and SERVED.keys(one.keys)) for one in transfers]
+
+
+#: What the log says of a call of a method, and the wrapper that names its keys.
+_METHODS: Mapping[str, tuple[str, Callable]] = {
+    "batch_exists": ("search for", _exists),
+    "batch_exists_v2": ("search for", _exists_v2),
+    **dict.fromkeys(("batch_get", "batch_get_v1"), ("read", _pages)),
+    "batch_get_v2": ("read", _pages_v2),
+    **dict.fromkeys(("batch_set", "batch_set_v1"), ("write", _pages)),
+    "batch_set_v2": ("write", _pages_v2),
+}
+
+
+def _timed(call: Callable, action: str, first: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a call, whose first argument is a list of keys or of transfers."""
+    if getattr(_in_call, "now", False):
+        return call(first, *args, **kwargs)
+    pages = sum(len(getattr(one, "keys", None) or ()) if not isinstance(one, str) else 1 for one in first)
+    what = f"to {action} {pages} pages takes longer than {_LIMIT_SECONDS:g} s"
+    timer = threading.Timer(_LIMIT_SECONDS, metrics.uncached, ("store_slow", pages, what))
+    timer.daemon = True
+    timer.start()
+    _in_call.now = True
+    try:
+        return call(first, *args, **kwargs)
+    finally:
+        _in_call.now = False
+        timer.cancel()
 
 
 # -------------------------------------------------------------------- fetching
 
 
+@around(f"{_CONTROLLER}._generic_page_get", "host tier")
 def _generic_page_get(original, self, operation, hash_values, host_indices, extra_info=None):
     """Number of pages read, from the first on; the first damaged page and all pages after it are misses."""
     return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=False)
 
 
+@around(f"{_CONTROLLER}._page_get_zero_copy", "host tier")
 def _page_get_zero_copy(original, self, operation, hash_values, host_indices, extra_info=None):
     """`_generic_page_get` for stores that write the tier's memory; the written pages are verified afterwards.
 
@@ -66,8 +158,10 @@ def _get_pages(
 
     A page that is absent from a store that copies is an ordinary miss, as in SGLang.
     """
+    if SERVED.unsettled:
+        return 0  # requested before the update, or without asking the store
     pool = controller.storage_host_pool
-    if not is_ours(pool):
+    if not holds_our_rows(pool):
         return original(controller, operation, hash_values, host_indices, extra_info)
     if pool.shared is not None and not pool.shared.ranks.is_leader:
         # The machine's first rank reads the pages for all ranks. SGLang uses the smallest number over the
@@ -102,7 +196,7 @@ def _get_pages(
     elif problem is None and not in_place:
         return count
     # The store keeps the page: stores do not replace a key.
-    page = f"page {hash_values[count]} of the store, host slot {list(keys)[count]}{what}"
+    page = f"page {SERVED.key(hash_values[count])} of the store, host slot {list(keys)[count]}{what}"
     metrics.failed(kind, page, error=problem)
     return count
 
@@ -123,11 +217,24 @@ def _one_by_one(
 # -------------------------------------------------------------------- storing
 
 
+@around(f"{_CONTROLLER}._page_backup_or_log", "host tier")
+def _page_backup_or_log(original, self, operation):
+    """Store the rows and states of a node, unless other weights may have written a part of them."""
+    with SERVED.storing():
+        if SERVED.unsettled or operation.id < SERVED.first_operation:
+            pages = len(operation.hash_value)
+            metrics.uncached("weights", pages, f"{pages} pages of a prompt")
+            return None
+        return original(self, operation)
+
+
+@around(f"{_CONTROLLER}._generic_page_set", "host tier")
 def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):
     """Store the pages before the first one that was lost in its backup."""
     return _set_pages(original, self, hash_values, host_indices, extra_info, in_place=False)
 
 
+@around(f"{_CONTROLLER}._page_set_zero_copy", "host tier")
 def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=None):
     """`_generic_page_set` for stores that read the tier's memory, where the checksums are written first."""
     return _set_pages(original, self, hash_values, host_indices, extra_info, in_place=True)
@@ -138,7 +245,7 @@ def _set_pages(
 ) -> bool:
     """Store the pages before the first lost one; False if a page was lost or the store refused one."""
     pool = controller.storage_host_pool
-    if not is_ours(pool):
+    if not holds_our_rows(pool):
         return original(controller, hash_values, host_indices, extra_info)
     count = pool.pages_before_a_lost_one(host_indices)
     if count < len(hash_values):
@@ -157,14 +264,3 @@ def _set_pages(
     if not stored:
         metrics.failed("page_write", f"{count} pages, of which the store refused one")
     return stored and count == len(hash_values)
-
-
-_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
-
-#: Function of SGLang -> hook around it.
-HOOKS: Mapping[str, Callable] = {
-    f"{_CONTROLLER}._generic_page_get": _generic_page_get,
-    f"{_CONTROLLER}._generic_page_set": _generic_page_set,
-    f"{_CONTROLLER}._page_get_zero_copy": _page_get_zero_copy,
-    f"{_CONTROLLER}._page_set_zero_copy": _page_set_zero_copy,
-}

@@ -1,57 +1,54 @@
-"""Checks of the arguments by themselves, before models and kernels are imported."""
+"""Checks of the arguments by themselves, whatever the model."""
 
 from __future__ import annotations
 
-import sys
+import typing
 from dataclasses import dataclass
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.refusal import Refusal, shown
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
-    HOST_ENGINE,
-    HOST_LAYOUT,
-    HOST_SHARING,
     LAYOUT,
     OPTIONS,
     Option,
     choose_arrangement,
     environment_problems,
 )
+from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
-from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, flag_of
-from sgl_kvpool.transfer.host_options import NODE, RANK, HostTierOptions
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, LAYOUT_FEATURES, first_in_use, flag_of
 
-__all__ = ["NUMBERS", "Number", "check", "check_page"]
+__all__ = ["NUMBERS", "Number", "check", "check_features", "check_page"]
 
 
-#: Upper limit that admits every number but infinity.
-_LARGEST = sys.float_info.max
+#: Largest count; SGLang and the kernels keep tokens and slots in 32 bits.
+_LARGEST_COUNT = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Number:
-    """A numeric argument and its limits; the value None leaves the choice to SGLang.
+    """A numeric argument (a field of ServerArgs) and its limits; the value None leaves the choice to SGLang.
 
     Attributes
     ----------
-    field : str
-        Field of SGLang's ServerArgs.
     noun : str
         What the number counts, for messages.
-    least, most : float
-        Smallest and largest allowed value.
-    is_positive : bool
-        Whether `least` itself is too small.
+    least : int
+        Smallest allowed value of a whole number.
+    most : float, optional
+        Upper limit of a number above 0, whole or not; infinity, which is not allowed itself, is no limit.
     """
 
     field: str
     noun: str
-    least: float = 1
-    most: float = _LARGEST
-    is_positive: bool = False
+    least: int = 1
+    most: float | None = None
 
     @property
     def flag(self) -> str:
@@ -60,14 +57,17 @@ class Number:
 
     def problem(self, value: Any) -> str | None:
         """Why a value is not allowed; None if it is."""
-        if not isinstance(value, int | float):
+        if value is None:
             return None
-        above = value > self.least if self.is_positive else value >= self.least
-        if above and value <= self.most:
+        if self.most is None:
+            is_valid = _is_a(Integral, value) and self.least <= value <= _LARGEST_COUNT
+            allowed = f"a whole number from {self.least} to {_LARGEST_COUNT}"
+        else:
+            is_valid = _is_a(Real, value) and 0 < value <= self.most and value < inf
+            allowed = "a number above 0" + ("" if self.most == inf else f", at most {self.most:g}")
+        if is_valid:
             return None
-        allowed = f"one above {self.least:g}" if self.is_positive else f"{self.least:g} or more"
-        limit = "" if self.most == _LARGEST else f", at most {self.most:g}"
-        return f"{self.flag} {value} is not a valid {self.noun}; give {allowed}{limit}, or leave it out"
+        return f"{self.flag} {shown(value)} is not a valid {self.noun}; give {allowed}, or leave it out"
 
 
 #: Numbers checked with a layout. SGLang accepts any value, and most bad ones end as "Not enough memory" when
@@ -77,57 +77,91 @@ NUMBERS = (
     Number("page_size", "number of tokens"),
     Number("context_length", "number of tokens"),
     Number("max_running_requests", "number of requests"),
-    Number("mem_fraction_static", "share of the memory", least=0, most=1, is_positive=True),
+    Number("mem_fraction_static", "share of the memory", most=1),
     *(Number(f"{kind}_size", "number of ranks") for kind in ("tp", "pp", "dp")),
     Number("speculative_num_draft_tokens", "number of tokens"),
     Number("max_mamba_cache_size", "number of states"),
-    Number("mamba_full_memory_ratio", "ratio of memory", least=0, is_positive=True),
+    Number("mamba_full_memory_ratio", "ratio of memory", most=inf),
 )
 #: Numbers of a host tier; the ratio does not matter if a size is given.
 _TIER_SIZE = Number("hicache_size", "number of GB", least=0)
-_TIER_RATIO = Number(
-    "hicache_ratio", "number of host tokens per token of the pool", least=0, is_positive=True
-)
+_TIER_RATIO = Number("hicache_ratio", "number of host tokens per token of the pool", most=inf)
+
+fields(*(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
+fields("kv_cache_dtype", "speculative_draft_attention_backend")
 
 
 def check(server_args: Any) -> dict[Option, str]:
-    """Options that a `ServerArgs` requests; Refusal if they cannot work with any model.
+    """Values of all options, also from the environment; Refusal if they cannot work with any model.
 
-    Parameters
-    ----------
-    server_args : ServerArgs
-        Its fields hold the user's values.
-
-    Returns
-    -------
-    dict of Option to str
-        Values of all options, including those from the environment.
+    The fields of `server_args` hold the user's values.
     """
     wrong = environment_problems()
     if wrong:
         raise Refusal("; ".join(wrong))
-    requested = {option: option.requested(server_args) for option in OPTIONS}
+    requested = {option: option.resolve(server_args) for option in OPTIONS}
     if requested[LAYOUT] == LAYOUT.default:
         _check_without_layout(requested, server_args)
         return requested
     layout = MLAKVCacheLayout.parse(requested[LAYOUT])
-    host_tier_rules.check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
-    dtype = server_args.kv_cache_dtype
-    if dtype not in layout.accepted_kv_cache_dtypes(is_dsa=True):  # the accepted dtypes depend on the model
-        host_tier_rules.check_dtype(layout, dtype, is_dsa=False)
+    _check_types(server_args)
+    check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
+    _check_dtype(layout, server_args.kv_cache_dtype)
     for number in NUMBERS:
         _refuse_bad(number, server_args)
     check_page(server_args)
     if not host_tier_rules.has_host_tier(server_args):
-        sharing = NODE if requested[HOST_SHARING] == NODE else RANK
-        host_tier_rules.check_without_tier(
-            HostTierOptions(requested[HOST_LAYOUT], requested[HOST_ENGINE], sharing), server_args
-        )
+        host_tier_rules.check_without_tier(requested, server_args)
     elif server_args.hicache_size:
         _refuse_bad(_TIER_SIZE, server_args)
     else:
         _refuse_bad(_TIER_RATIO, server_args)
     return requested
+
+
+def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
+    """Refuse arguments that do not work with layout and arrangement; `view` has ServerArgs' fields."""
+    refused = [f for f in LAYOUT_FEATURES if f.arrangements is None or f.arrangements(arrangement)]
+    found = first_in_use(refused, view)
+    if found is None:
+        return
+    feature, text = found
+    ours = f"{ARRANGEMENT.flag} {arrangement}" if feature.arrangements else f"{LAYOUT.flag} {layout}"
+    raise Refusal(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_types(server_args: Any) -> None:
+    """Refuse numeric arguments that are not numbers; SGLang's parser converts them, its Engine does not."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+
+    numbers = {field.field: field for field in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)}
+    for field in record_fields(type(server_args)):
+        hint = (*typing.get_args(field.type), field.type)[0]  # most are Annotated
+        kinds = {kind for kind in (int, float) if kind in (hint, *typing.get_args(hint))}
+        value = getattr(server_args, field.name)
+        if not kinds or value is None or _is_a(Real if float in kinds else Integral, value):
+            continue
+        if field.name in numbers:
+            _refuse_bad(numbers[field.name], server_args)
+        kind = "a number" if float in kinds else "a whole number"
+        raise Refusal(f"{flag_of(field.name)} {shown(value)} is not {kind}; give one, or leave it out")
+
+
+def _check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: Any) -> None:
+    """Refuse a `--kv-cache-dtype` that contradicts the layout; the error lists what each layout accepts."""
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in layout.accepted_kv_cache_dtypes:
+        return
+    table = "; ".join(
+        f"{member}: {', '.join(member.accepted_kv_cache_dtypes)}" for member in MLAKVCacheLayout
+    )
+    raise Refusal(
+        f"--kv-cache-dtype {shown(kv_cache_dtype)} contradicts {LAYOUT.flag} {layout}; leave it out, or use "
+        f"what each layout accepts ({table})"
+    )
 
 
 def _refuse_bad(number: Number, server_args: Any) -> None:

@@ -1,6 +1,6 @@
 """Which attention backends work with a layout, and what our own backend does not work with.
 
-Each refusal is an error at start that names value, reason and way out.
+Each refusal is an error at start that names the value, the reason and what to use instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from sgl_kvpool.attention.readers import (
     can_read,
     casts_pool,
     obstacle,
-    readers,
     suggestions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -24,17 +23,19 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, model_name
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
+from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
 
 __all__ = [
     "SPECULATIVE_ALGORITHMS",
-    "SPECULATIVE_FIELDS",
+    "UNSHOWN_ALGORITHMS",
     "backends_in_use",
     "check_backends",
     "check_draft",
     "check_model",
     "check_named",
     "is_chosen",
+    "phases_taken_over",
 ]
 
 
@@ -42,7 +43,7 @@ __all__ = [
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
 
 #: Reasons against other algorithms. An algorithm that is not listed, such as a plugin's, is unknown.
-_UNSHOWN_ALGORITHMS = {
+UNSHOWN_ALGORITHMS = {
     "NGRAM": "it verifies trees of proposals, and their masks are not computed",
     "STANDALONE": "the pool of a separate draft model has not been examined",
     "DFLASH": "its drafts attend later tokens",
@@ -51,12 +52,8 @@ _UNSHOWN_ALGORITHMS = {
     "UNO": "SGLang supports it with fa3 only",
 }
 
-#: Fields of ServerArgs that the rules of speculative decoding read.
-SPECULATIVE_FIELDS = (
-    *("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend"),
-    *("speculative_draft_model_path", "model_path"),
-    *(feature.field for feature in DRAFT_FEATURES),
-)
+uses("sglang.srt.arg_groups.overrides.attention_backends_of", "arguments", takes=("cfg",))
+fields("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend")
 
 
 def backends_in_use(view: Any) -> tuple[str | None, str | None]:
@@ -84,6 +81,7 @@ def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str)
 def check_named(
     layout: MLAKVCacheLayout,
     arrangement: KVArrangement,
+    view: Any,
     common: str | None,
     prefill: str | None,
     decode: str | None,
@@ -91,32 +89,66 @@ def check_named(
     """Refuse explicit backends that cannot read the rows; the error names the flag of the backend."""
     own = dict(zip(PHASES, (prefill, decode), strict=True))
     for phase, backend in own.items():
-        _check_reader(f"--{phase}-attention-backend", backend, layout, arrangement, phase)
+        _check_reader(f"--{phase}-attention-backend", backend, layout, arrangement, phase, view.device, phase)
+    taken_over = phases_taken_over(layout, common, prefill, decode)
     for phase, backend in own.items():
-        if backend is None:
-            _check_reader("--attention-backend", common, layout, arrangement, phase)
+        if backend is None and phase not in taken_over:
+            # A draft's steps and verification need one backend for all phases.
+            proposed = None if view.speculative_algorithm is None else phase
+            _check_reader("--attention-backend", common, layout, arrangement, phase, view.device, proposed)
     if common is not None and not can_read(common, layout, arrangement):
-        raise Refusal(_unreadable("--attention-backend", common, layout, arrangement, None))
+        raise Refusal(_unreadable("--attention-backend", common, layout, arrangement, None, view.device))
 
 
-def check_draft(layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None) -> None:
+def phases_taken_over(
+    layout: MLAKVCacheLayout, common: str | None, prefill: str | None, decode: str | None
+) -> tuple[str, ...]:
+    """Phases of `--attention-backend` that `kvpool_mla` computes instead.
+
+    The backend would cast full pools in these phases, and reads the rows directly in the other phase:
+    flashmla over fp8. Its prefill is FlashInfer's, which casts the pool in absorbed calls: under prefill
+    graphs, SGLang's default, and after short prefixes.
+    """
+    if common is None or casts_pool(common, layout):
+        return ()
+    own = zip(PHASES, (prefill, decode), strict=True)
+    return tuple(phase for phase, named in own if named is None and casts_pool(common, layout, phase))
+
+
+def check_draft(
+    layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None, device: str = "cuda"
+) -> None:
     """Refuse a draft's explicit backend unless it can read the draft's pool in all phases: it serves all."""
     for phase in PHASES:
-        _check_reader("--speculative-draft-attention-backend", backend, layout, arrangement, phase)
+        flag = "--speculative-draft-attention-backend"
+        _check_reader(flag, backend, layout, arrangement, phase, device, PHASES[0])
 
 
 def _check_reader(
-    flag: str, backend: str | None, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str
+    flag: str,
+    backend: str | None,
+    layout: MLAKVCacheLayout,
+    arrangement: KVArrangement,
+    phase: str,
+    device: str,
+    proposed: str | None,
 ) -> None:
+    """Refuse a backend that cannot read the rows in `phase`; the error names those of phase `proposed`."""
     if backend is not None and not can_read(backend, layout, arrangement, phase):
-        raise Refusal(_unreadable(flag, backend, layout, arrangement, phase))
+        raise Refusal(_unreadable(flag, backend, layout, arrangement, phase, device, proposed))
 
 
 def _unreadable(
-    flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str | None
+    flag: str,
+    backend: str,
+    layout: MLAKVCacheLayout,
+    arrangement: KVArrangement,
+    phase: str | None,
+    device: str,
+    proposed: str | None = None,
 ) -> str:
     """Error text for a backend that cannot read a layout or its arrangement, or casts the whole pool."""
-    able = use(readers(layout, arrangement, phase))
+    able = use((KVPOOL_BACKEND, *suggestions(layout, device, arrangement, proposed)))
     if casts_pool(backend, layout, phase):
         return (
             f"{flag} {backend} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
@@ -134,14 +166,16 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     """Refuse backends that cannot read the rows, and features that our own backend does not support."""
     in_use = backends_in_use(view)
     for phase, backend in zip(PHASES, in_use, strict=True):
-        _check_reader(f"the {phase} attention backend", backend, layout, arrangement, phase)
+        _check_reader(
+            f"the {phase} attention backend", backend, layout, arrangement, phase, view.device, phase
+        )
     if env.flag(env.PREFILL_READS_ROWS) and in_use[0] != KVPOOL_BACKEND:
         raise Refusal(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {in_use[0]}; leave "
-            f"it out, or use --attention-backend {KVPOOL_BACKEND}"
+            f"it out, or use --prefill-attention-backend {KVPOOL_BACKEND}"
         )
     if KVPOOL_BACKEND in in_use:
-        _check_device(layout, arrangement, view)
+        _check_device(view)
         _check_features(BACKEND_FEATURES, view)
     _check_speculation(in_use, view)
     if view.speculative_algorithm is None:
@@ -150,44 +184,26 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     if not has_own_draft(view):
         # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
         # draft model is checked when it is built.
-        check_draft(layout, arrangement, draft)
+        check_draft(layout, arrangement, draft, view.device)
 
 
 # -------------------------------------------------------------------- our backend
 
 
-def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
+def _check_device(view: Any) -> None:
     device = device_name(view)
     if device in KVPOOL_DEVICES:
         return
-    stock = suggestions(layout, view.device, arrangement)
     raise Refusal(
         f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
-        f"{device}; "
-        + (
-            f"use a backend of SGLang with --attention-backend ({', '.join(stock)}), or a supported device"
-            if stock
-            else f"{arrangement} rows of layout {layout} have no other reader: use a supported device, or "
-            "bf16 in layer_major with an --attention-backend of SGLang"
-        )
+        f"{device}; leave out {LAYOUT.flag}"
     )
 
 
 def check_model(model_config: Any, view: Any) -> None:
     """Refuse models that our backend does not support, on any device or on CUDA.
 
-    Parameters
-    ----------
-    model_config : ModelConfig
-        SGLang's configuration of the target model.
-    view
-        A resolving view of the server's arguments.
-
-    Raises
-    ------
-    ValueError
-        The model scales queries by position; on CUDA, its latent is too long or its dtype does not have 16
-        bits.
+    These scale queries by position, or on CUDA have too long a latent or a dtype without 16 bits.
     """
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
@@ -234,7 +250,7 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
         if draft == KVPOOL_BACKEND:
             raise Refusal(
                 f"--speculative-draft-attention-backend {draft} is not used beside the attention backend "
-                f"{in_use[1]} of the target; leave it out, or use --attention-backend {KVPOOL_BACKEND}"
+                f"{in_use[1]} of the target; leave it out, or use --attention-backend {KVPOOL_BACKEND} alone"
             )
         return
     flag = f"--speculative-algorithm {algorithm}"
@@ -245,7 +261,7 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
         )
     name = {"NEXTN": "EAGLE"}.get(algorithm.upper(), algorithm.upper())  # as SGLang resolves it later
     if name not in SPECULATIVE_ALGORITHMS:
-        reason = _UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
+        reason = UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
         raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
             f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}"

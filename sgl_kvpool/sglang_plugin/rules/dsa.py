@@ -7,6 +7,8 @@ module declares those that the user left open, if SGLang would choose wrongly; a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sgl_kvpool import env
@@ -26,7 +28,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
-from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
+from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, first_in_use, flag_of
 
 __all__ = [
@@ -34,7 +36,7 @@ __all__ = [
     "check_pair",
     "check_resolved",
     "check_stock",
-    "is_ours",
+    "has_layout",
     "layout_of_pool",
     "modes_in_use",
     "prepare",
@@ -46,6 +48,9 @@ __all__ = [
 _NAMES = (DSA_BACKEND, "nsa")
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 
+uses("sglang.srt.configs.model_config.get_dsa_index_kpool", "model rules", takes=("config",))
+fields(*_IMPLEMENTATION_FIELDS, "enable_mixed_chunk")
+
 
 # -------------------------------------------------------------------- before SGLang resolves
 
@@ -53,27 +58,7 @@ _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 def prepare(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, model_config: Any, server_args: Any
 ) -> dict:
-    """Arguments to declare for a DSA model, from the user's arguments.
-
-    Parameters
-    ----------
-    layout : MLAKVCacheLayout
-    arrangement : KVArrangement
-    model_config : ModelConfig
-        SGLang's configuration of the model.
-    server_args : ServerArgs
-        Its fields still hold the user's values.
-
-    Returns
-    -------
-    dict
-        Values by field of ServerArgs.
-
-    Raises
-    ------
-    ValueError
-        An argument does not work with the layout; the message names a way out.
-    """
+    """Arguments to declare for a DSA model, by field; Refusal if one of the user's contradicts the layout."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     name = model_name(model_config)
@@ -88,28 +73,39 @@ def prepare(
             f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
             "need the rows of a layer to be adjacent; leave it out"
         )
-    for field in BACKEND_FIELDS:
-        value = getattr(server_args, field)
-        if value is not None:
-            _check_backend(f"{flag_of(field)} {value}", value, name)
+    wrong = _given(BACKEND_FIELDS, server_args, lambda value: value not in _NAMES)
+    if wrong:
+        raise Refusal(
+            f"{' and '.join(wrong)} cannot compute the sparse attention (DSA) of {name}; "
+            f"{_leave_out(wrong)}, and SGLang uses {DSA_BACKEND}"
+        )
     if not has_own_draft(server_args):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
-    host_tier_rules.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
     if sglang_dsa_reads(layout):
         return declared
     _check_reader(layout, model_config)
-    for field in _IMPLEMENTATION_FIELDS:
-        value = getattr(server_args, field)
-        if value not in (None, SPARSE_BF16):
-            raise UnsupportedCombination(
-                f"{flag_of(field)} {value} cannot read rows of {LAYOUT.flag} {layout}; leave it out, and "
-                f"prefill uses {SPARSE_BF16} over decoded rows, and decode uses {KVPOOL_DECODE}, under "
-                f"SGLang's name {SPARSE_BF16}"
-            )
-        # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
-        declared[field] = SPARSE_BF16
-    return declared
+    wrong = _given(_IMPLEMENTATION_FIELDS, server_args, lambda value: value != SPARSE_BF16)
+    if wrong:
+        raise UnsupportedCombination(
+            f"{' and '.join(wrong)} cannot read rows of {LAYOUT.flag} {layout}",
+            f"{_leave_out(wrong)}, and prefill uses {SPARSE_BF16} over decoded rows, and decode uses "
+            f"{KVPOOL_DECODE}, under SGLang's name {SPARSE_BF16}",
+        )
+    # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
+    return declared | dict.fromkeys(_IMPLEMENTATION_FIELDS, SPARSE_BF16)
+
+
+def _given(fields: tuple[str, ...], view: Any, is_wrong: Callable[[str], bool]) -> list[str]:
+    """The arguments among `fields` whose values are wrong, as the user writes them."""
+    values = {field: getattr(view, field) for field in fields}
+    return [
+        f"{flag_of(name)} {value}" for name, value in values.items() if value is not None and is_wrong(value)
+    ]
+
+
+def _leave_out(arguments: list[str]) -> str:
+    return "leave it out" if len(arguments) == 1 else "leave them out"
 
 
 def check_draft_backend(backend: str | None, name: str) -> None:
@@ -125,7 +121,7 @@ def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it o
     """Refuse an attention backend that model `name` cannot use; `what` is its name in the error."""
     if backend not in _NAMES:
         raise Refusal(
-            f"{what} does not compute the sparse attention (DSA) of {name}; {remedy}, and SGLang uses "
+            f"{what} cannot compute the sparse attention (DSA) of {name}; {remedy}, and SGLang uses "
             f"{DSA_BACKEND}"
         )
 
@@ -169,19 +165,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
 
 
 def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
-    """Refuse arguments with which some batch of a server with a layout would fail or read wrong rows.
-
-    Parameters
-    ----------
-    layout : MLAKVCacheLayout
-    model_config : ModelConfig
-    view
-        A resolving view of the server's arguments.
-
-    Raises
-    ------
-    UnsupportedCombination, ValueError
-    """
+    """Refuse arguments with which some batch of a server with a layout would fail or read wrong rows."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     name = model_name(model_config)
@@ -193,22 +177,52 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         # If the user names the backend of one phase, SGLang sets the other.
         remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
         _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
-    _check_modes(layout, model_config, view)
+    try:
+        _check_modes(layout, model_config, view)
+    except UnsupportedCombination as error:
+        other = _other_layout(layout, model_config, view)
+        if other is None:
+            raise
+        remedy = f"use {LAYOUT.flag} {other}, or {error.remedy}"
+        raise UnsupportedCombination(error.problem, remedy, error.instead) from None
     if not sglang_dsa_reads(layout):
         found = first_in_use(READER_FEATURES, view)
         if found is not None:
             feature, text = found
             raise Refusal(
-                f"{text} does not work with {LAYOUT.flag} {layout}: {feature.reason}; leave out one of "
-                "the two"
+                f"{text} does not work with {LAYOUT.flag} {layout}: {feature.reason}; use {LAYOUT.flag} "
+                f"{_default_narrow_layout()}, whose rows SGLang's kernels read, or leave it out"
             )
-    for field in _IMPLEMENTATION_FIELDS:
-        name = getattr(view, field)
-        if name in SGLANG_READERS[layout].dsa_copied:
-            raise Refusal(
-                f"{flag_of(field)} {name} would quantise the whole pool of a layer in every call with "
-                f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out"
-            )
+    copied = SGLANG_READERS[layout].dsa_copied
+    wrong = _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied)
+    if wrong:
+        other = _other_layout(layout, model_config, view)
+        raise Refusal(
+            f"{' and '.join(wrong)} would quantise the whole pool of a layer in every call with "
+            f"{LAYOUT.flag} {layout}, however few rows the batch refers to; "
+            + ("" if other is None else f"use {LAYOUT.flag} {other}, or ")
+            + _leave_out(wrong)
+        )
+
+
+def _default_narrow_layout() -> MLAKVCacheLayout:
+    """The narrow layout whose rows SGLang's default implementations read on this GPU."""
+    import torch
+
+    if torch.cuda.get_device_capability() >= (10, 0):
+        return MLAKVCacheLayout.FP8_NOPE_FP8_ROPE  # trtllm
+    return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE  # flashmla_kv
+
+
+def _other_layout(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> MLAKVCacheLayout | None:
+    """A narrow layout whose rows the resolved implementations read, if `layout` is not one; else None."""
+    for other in MLAKVCacheLayout:
+        if other is layout or not other.is_narrow or not sglang_dsa_reads(other):
+            continue
+        with suppress(UnsupportedCombination):
+            _check_modes(other, model_config, view)
+            return other
+    return None
 
 
 def check_stock(model_config: Any, view: Any) -> None:
@@ -231,7 +245,7 @@ def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None
         if value not in IMPLEMENTATIONS:
             pair = view.dsa_prefill_backend, view.dsa_decode_backend
             raise UnsupportedCombination(
-                f"{flag_of(field)} {value} is not for NVIDIA GPUs; {nearest_pair(layout, *pair)}"
+                f"{flag_of(field)} {value} is not for NVIDIA GPUs", nearest_pair(layout, *pair)
             )
     check_pair(
         layout,
@@ -243,24 +257,9 @@ def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None
 
 
 def check_pair(
-    layout: MLAKVCacheLayout,
-    prefill: str,
-    decode: str,
-    *,
-    modes: tuple[str, ...] = (),
-    index_kpool: int = 1,
+    layout: MLAKVCacheLayout, prefill: str, decode: str, *, modes: tuple[str, ...] = (), index_kpool: int = 1
 ) -> None:
-    """`check_combination` for SGLang's names of implementations.
-
-    Parameters
-    ----------
-    layout : MLAKVCacheLayout
-    prefill, decode : str
-        SGLang's names of the implementations.
-    modes : tuple of str
-        Forward modes of batches, besides those of every server.
-    index_kpool : int
-    """
+    """`check_combination` for SGLang's names of implementations; `modes` besides those of every server."""
     pair = table_names(layout, prefill, decode)
     check_combination(layout, *pair, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
 
@@ -293,7 +292,7 @@ def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[st
 
 def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
     """Layout of the rows of a pool, ours or SGLang's; None for rows of no layout."""
-    if is_ours(pool):
+    if has_layout(pool):
         return pool.kv_cache_layout
     # SGLang's own pool has a dtype and a flag instead of a layout.
     dtypes = {"torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "fp8_e4m3"}
@@ -308,7 +307,7 @@ def _sglang_layout(kv_cache_dtype: str | None, *, scaled: bool) -> MLAKVCacheLay
     return None
 
 
-def is_ours(pool: Any) -> bool:
+def has_layout(pool: Any) -> bool:
     """Whether a pool was made for a layout."""
     return hasattr(pool, "kv_cache_layout")
 

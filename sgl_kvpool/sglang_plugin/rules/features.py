@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.sglang_plugin.registry import fields
 
 __all__ = [
     "BACKEND_FEATURES",
@@ -23,6 +24,7 @@ __all__ = [
 
 #: Fields of SGLang's ServerArgs that name an attention backend of the target.
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+fields(*BACKEND_FIELDS)
 
 
 def flag_of(field: str) -> str:
@@ -32,12 +34,10 @@ def flag_of(field: str) -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """A server argument that is refused.
+    """A server argument (a field of ServerArgs) that is refused.
 
     Attributes
     ----------
-    field : str
-        Field of SGLang's ServerArgs.
     reason : str
         Why the feature is refused, for messages.
     in_use : callable
@@ -45,10 +45,11 @@ class Feature:
     flag : str
         The flag as the user writes it; by default `flag_of` the field.
     arrangements : callable, optional
-        Takes an arrangement; returns whether the feature is refused with this arrangement, in every layout.
-        By default the feature is refused with every layout and arrangement.
+        Returns whether the feature is refused with an arrangement, in every layout; by default with all.
     devices : tuple of str, optional
         Devices on which the feature is refused; by default all.
+    values : str
+        The refused values in words, if only some are; for the page that lists refusals.
     """
 
     field: str
@@ -57,6 +58,7 @@ class Feature:
     flag: str = ""
     arrangements: Callable[[KVArrangement], bool] | None = None
     devices: tuple[str, ...] | None = None
+    values: str = ""
 
     def __post_init__(self) -> None:
         if not self.flag:
@@ -69,14 +71,7 @@ class Feature:
 
 
 def first_in_use(features: Iterable[Feature], view: Any) -> tuple[Feature, str] | None:
-    """The first feature that a server uses, and how the user writes it; None if it uses none of them.
-
-    Parameters
-    ----------
-    features : iterable of Feature
-    view
-        Object with the fields of SGLang's ServerArgs.
-    """
+    """The first feature that a server uses, and how the user writes it; None if it uses none of them."""
     for feature in features:
         value = getattr(view, feature.field)
         if (feature.devices is None or view.device in feature.devices) and feature.in_use(value):
@@ -103,6 +98,7 @@ LAYOUT_FEATURES = (
         "dcp_size",
         "decode context parallelism scatters rows by rules of its own",
         in_use=lambda value: (value or 1) > 1,
+        values="above 1",
     ),
     Feature("enable_page_major_kv_layout", "it allocates a pool of its own"),
     Feature("enable_unified_cache_external_linker", "the linker accepts SGLang's own pool classes only"),
@@ -121,11 +117,13 @@ LAYOUT_FEATURES = (
         "disaggregation_decode_host_receive_threshold",
         "SGLang receives into its host pool for retracted requests, which supports multi-head pools only",
         in_use=lambda threshold: threshold < 1,
+        values="below 1",
     ),
     Feature(
         "disaggregation_decode_retraction_backup",
         "SGLang's host_pool supports multi-head pools only, and retracted MLA rows are kept in cpu_tensor",
         in_use=lambda backup: backup == "host_pool",
+        values="host_pool",
     ),
     Feature(
         "disaggregation_mode",
@@ -153,6 +151,7 @@ BACKEND_FEATURES = (
         "attn_cp_size",
         "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it",
         in_use=lambda size: (size or 1) > 1,
+        values="above 1",
     ),
     Feature(
         "dllm_algorithm",
@@ -160,11 +159,7 @@ BACKEND_FEATURES = (
         in_use=lambda algorithm: algorithm is not None,
     ),
     Feature("enable_mis", "it takes no masks between the items of a prompt"),
-    Feature(
-        "enable_torch_compile",
-        "its kernels have not been traced by torch.compile",
-        devices=("cuda",),
-    ),
+    Feature("enable_torch_compile", "its kernels have not been traced by torch.compile", devices=("cuda",)),
     Feature(
         "cuda_graph_config",
         "a graph of a whole prefill keeps the lengths of its capture; use breakable, which is the default",
@@ -193,6 +188,12 @@ READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
     Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),
     Feature(
-        "attn_cp_size", "it does not gather the rows of other ranks", in_use=lambda size: (size or 1) > 1
+        "attn_cp_size",
+        "it does not gather the rows of other ranks",
+        in_use=lambda size: (size or 1) > 1,
+        values="above 1",
     ),
 )
+
+for _features in (LAYOUT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, READER_FEATURES):
+    fields(*(feature.field for feature in _features))

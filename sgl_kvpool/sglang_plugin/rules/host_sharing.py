@@ -8,9 +8,13 @@ from typing import Any
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import has_own_draft, is_dsa, is_hybrid
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
+from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
 __all__ = ["choose_sharing", "same_rows_ranks", "write_policy_problem"]
+
+fields("hicache_write_policy", "hicache_host_memory_mode", "hicache_storage_backend_extra_config")
+fields("attn_dp_size")
 
 _WRITE_BACK = "--hicache-write-policy write_back"
 _WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
@@ -46,11 +50,7 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "--pp-size above 1",
         "SGLang's agreement on finished transfers covers the first stage only",
     ),
-    (
-        lambda view: view.hicache_write_policy == "write_back",
-        _WRITE_BACK,
-        _WAITS_ALONE,
-    ),
+    (lambda view: view.hicache_write_policy == "write_back", _WRITE_BACK, _WAITS_ALONE),
     (
         lambda view: view.hicache_host_memory_mode == "buffer_only",
         "--hicache-host-memory-mode buffer_only",
@@ -113,20 +113,9 @@ def same_rows_ranks(view: Any) -> int:
 
 
 def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, str]:
-    """`NODE` or `RANK` for the requested value, and the reason, for the log.
+    """`NODE` or `RANK` for the value of --kv-host-sharing, and the reason, for the log.
 
-    Parameters
-    ----------
-    requested : str
-        Value of --kv-host-sharing.
-    model_config : ModelConfig
-    view : object
-        Object with the resolved fields of ServerArgs.
-
-    Raises
-    ------
-    Refusal
-        "node" was requested, and an argument or the model prevents it.
+    Refusal if "node" was requested, and an argument or the model prevents it.
     """
     if requested == RANK:
         return RANK, "as requested"

@@ -16,9 +16,9 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.srt.attention.layers import check_layers
-from sgl_kvpool.srt.pool.arranged import RowsToWrite
-from sgl_kvpool.srt.pool.row_pool import RowPool
+from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.attention.layers import check_layers, pool_of
+from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -34,27 +34,13 @@ class KVPoolMLABackend(AttentionBackend):
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
     lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool.
-
-    Parameters
-    ----------
-    model_runner : ModelRunner
-        SGLang's model runner; its pool must be a `RowPool` and its device the CPU.
-
-    Raises
-    ------
-    ValueError
-        For another pool or device, or for layers that this backend does not compute (sliding windows, logit
-        caps).
+    ValueError for another pool or device, or for layers that this backend does not compute (sliding windows,
+    logit caps).
     """
 
     def __init__(self, model_runner):
         super().__init__()
-        pool = model_runner.token_to_kv_pool
-        if not isinstance(pool, RowPool):
-            raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
-                f"{type(pool).__name__}; start it with --kv-cache-layout"
-            )
+        pool = pool_of(model_runner)
         if torch.device(model_runner.device).type != "cpu":
             raise Refusal(
                 f"this is attention backend {KVPOOL_BACKEND} for CPUs, but the device is "
@@ -79,6 +65,7 @@ class KVPoolMLABackend(AttentionBackend):
 
     # ---------------------------------------------------------------- once per step
 
+    @overrides
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Collect the row numbers of this batch; they are the same for every layer."""
         seq_lens = forward_batch.seq_lens_cpu.tolist()
@@ -105,6 +92,7 @@ class KVPoolMLABackend(AttentionBackend):
         self._kv_indices = self.token_to_kv_pool.slot_to_row(listed)
         self._plan = self.reader.plan(self._requests)
 
+    @overrides
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request; there are no CUDA graphs on the CPU."""
         return 1
@@ -113,12 +101,14 @@ class KVPoolMLABackend(AttentionBackend):
         """As `get_cuda_graph_seq_len_fill_value`; SGLang uses this name where it pads batches on a CPU."""
         return 1
 
+    @overrides
     def support_triton(self) -> bool:
         """False, so that SGLang's helpers take their torch path."""
         return False
 
     # ---------------------------------------------------------------- per layer
 
+    @overrides
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
@@ -126,6 +116,7 @@ class KVPoolMLABackend(AttentionBackend):
         fresh = not self.prefill_reads_rows
         return self._forward(q, k, layer, forward_batch, save_kv_cache, fresh, **kwargs)
 
+    @overrides
     def forward_decode(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
@@ -165,12 +156,7 @@ class KVPoolMLABackend(AttentionBackend):
         query = query.float()
         rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
         out, lse = self.reader.attend(
-            query,
-            rows,
-            self._kv_indices,
-            self._plan,
-            layer.scaling,
-            k_scale=pool.k_scale(layer.layer_id),
+            query, rows, self._kv_indices, self._plan, layer.scaling, k_scale=pool.k_scale(layer.layer_id)
         )
         if attend_fresh:
             key = (

@@ -2,7 +2,7 @@
 
 SGLang calls an MLA backend in three forms. Absorbed decode, verification of drafts and a draft's extend have
 the same small number of queries per request: `mla_decode` attends them over the lists in SGLang's own request
-table, so that only counts are computed per step. Absorbed prefill decodes stored rows in chunks (`extend`);
+table, so that only kv_lens are computed per step. Absorbed prefill decodes stored rows in chunks (`extend`);
 requests with one new token at the end of its batch are attended like a decode. In the MHA form SGLang
 passes keys and values that the model has computed from the latent. FlashInfer attends them through the base
 class and its runner, with the natural log-sum-exp that SGLang expects (`mha_form`).
@@ -37,25 +37,24 @@ from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.decode_config import kernels_in_words
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.codec import gather_rows
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.decode_verify import (
     DecodeBatch,
-    QueryCounts,
+    KVLens,
     decode_tail,
     decode_workspace_bytes,
     has_fixed_query_length,
 )
-from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
-from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed
-from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
-from sgl_kvpool.srt.pool.arranged import RowsToWrite
-from sgl_kvpool.srt.pool.row_pool import RowPool
+from sgl_kvpool.srt.attention.extend import ExtendReader, bounds, extend_workspace, plan_extend
+from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed, pool_of
+from sgl_kvpool.srt.attention.mha_form import ChunkRunner, plan_ragged
+from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-    from sgl_kvpool.srt.attention.extend_batch import ExtendBatch
+    from sgl_kvpool.srt.attention.extend import ExtendBatch
 
 __all__ = ["KVPoolMLACudaBackend"]
 
@@ -63,26 +62,14 @@ logger = logging.getLogger(__name__)
 
 
 class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
-    """MLA attention over a pool of rows (`RowPool`) on CUDA.
+    """MLA attention over a pool of rows (`RowPool`) on CUDA; `skip_prefill`: only decodes (draft steps).
 
-    Parameters
-    ----------
-    model_runner : ModelRunner
-        SGLang's model runner; its pool must be a `RowPool`.
-    skip_prefill : bool
-        Whether the backend only decodes, as the backends of draft steps do.
-    kv_indptr_buf, q_indptr_decode_buf : torch.Tensor, optional
-        SGLang's buffers for the base class.
-    draft_step : int
-        For the backend of one draft step: tokens drafted so far, which `seq_lens` does not include.
-
-    Raises
-    ------
-    ValueError
-        For another pool, or for layers that this backend does not compute (sliding windows, logit caps).
+    The backend of one draft step has `draft_step`, the tokens drafted so far, which `seq_lens` does not
+    include. ValueError for another pool, or for layers that this backend does not compute (sliding windows,
+    logit caps).
     """
 
-    #: Counts come from tensors on the device, and the lengths of a prefill are on the host in any case.
+    #: kv_lens come from tensors on the device, and the lengths of a prefill are on the host in any case.
     needs_cpu_seq_lens: bool = False
     supports_ragged_verify_graph: bool = False
 
@@ -95,12 +82,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         *,
         draft_step: int = 0,
     ):
-        pool = model_runner.token_to_kv_pool
-        if not isinstance(pool, RowPool):
-            raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
-                f"{type(pool).__name__}; start it with --kv-cache-layout"
-            )
+        pool = pool_of(model_runner)
         check_layers(model_runner.model, pool, mha_form=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
@@ -116,7 +98,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
-        self._counts = QueryCounts(requests, most_queries, self.device, self.draft_step)
+        self._kv_lens = KVLens(requests, most_queries, self.device, self.draft_step)
         self._lse = torch.empty((requests * most_queries, heads), dtype=torch.float32, device=self.device)
         # Backends of target, draft and draft steps run one after the other and share workspaces.
         needed = decode_workspace_bytes(
@@ -126,7 +108,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, self.device)
         )
         if self.enable_chunk_kv:
-            self.mha_chunk_kv_cache = NaturalLSEChunkRunner(model_runner, self)
+            self.mha_chunk_kv_cache = ChunkRunner(model_runner, self)
         logger.info("kvpool_mla decodes %s with %s", self.fmt.layout, kernels_in_words(self.fmt))
         self._reader: ExtendReader | None = None
         if not self.skip_prefill:
@@ -151,13 +133,16 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
 
     @property
+    @overrides
     def verify_mask(self) -> VerifyMask | None:
         """Buffer into which SGLang writes the mask of drafts; not read."""
         return self._verify_mask
 
+    @overrides
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
-        """Does nothing: no plan depends on the drafts, since counts follow from lengths."""
+        """Does nothing: no plan depends on the drafts, since kv_lens follow from lengths."""
 
+    @overrides
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         """When SGLang may change its request table: after the last layer, since every layer reads it."""
         if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
@@ -166,10 +151,12 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     # ---------------------------------------------------------------- once per step
 
+    @overrides
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
-        """Check that the counts' buffer holds the largest graph; SGLang's lists of slots are not needed."""
-        self._counts.require(max_num_tokens)
+        """Check that the buffer of kv_lens holds the largest graph; SGLang's lists are not needed."""
+        self._kv_lens.require(max_num_tokens)
 
+    @overrides
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a batch that runs without a CUDA graph, or whose attention runs between graphs."""
         if has_fixed_query_length(forward_batch.forward_mode):
@@ -191,21 +178,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             or is_in_breakable_cuda_graph()
         )
         if use_ragged:
-            self.indices_updater_prefill.update(
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens,
-                forward_batch.seq_lens_sum,
-                forward_batch.extend_prefix_lens,
-                prefill_wrapper_paged=self.prefill_wrapper_paged,
-                use_ragged=True,
-                plan=forward_batch.kv_loc_plan,
-            )
-        else:
-            # One-shot MHA over a prefix reads the bounds of whole sequences from `kv_indptr`.
-            requests = forward_batch.batch_size
-            self.kv_indptr[1 : requests + 1] = torch.cumsum(forward_batch.seq_lens[:requests], dim=0)
+            own = bounds(forward_batch.extend_seq_lens_cpu)
+            plan_ragged(self.prefill_wrapper_ragged, self.indices_updater_prefill, own, own)
         self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)
 
+    @overrides
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Set up views of static buffers for a batch of fixed query length, without reading lengths."""
         if not has_fixed_query_length(forward_batch.forward_mode):
@@ -213,26 +190,30 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
                 "--cuda-graph-backend-prefill breakable, or disable prefill graphs"
             )
-        self.forward_metadata = self._counts.of(forward_batch)
+        self.forward_metadata = self._kv_lens.of(forward_batch)
 
+    @overrides
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Compute how many rows of its request each query attends; recorded into decode graphs."""
         self._rows_to_write.forget()
         if has_fixed_query_length(forward_batch.forward_mode):
-            self._counts.fill(self.forward_metadata, forward_batch)
+            self._kv_lens.fill(self.forward_metadata, forward_batch)
 
+    @overrides
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request."""
         return 1
 
     # ---------------------------------------------------------------- per layer
 
+    @overrides
     def forward_decode(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor:
         """Absorbed decode, one query per request; see `_decode_or_verify`."""
         return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
+    @overrides
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor:
@@ -249,26 +230,26 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
         """
-        fmt, few, heads = self.fmt, self.forward_metadata, layer.tp_q_head_num
+        fmt, batch, heads = self.fmt, self.forward_metadata, layer.tp_q_head_num
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
         padded = q.shape[0]
         out = q.new_empty((padded, heads, fmt.kv_lora_rank))
         q = q.view(padded, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
         if q_rope is not None:
             q_rope = q_rope.view(padded, heads, fmt.qk_rope_head_dim)
-        tokens = few.kv_lens.numel()
+        tokens = batch.kv_lens.numel()
         if padded > tokens:
             # Data-parallel attention adds padding tokens to batches after planning.
             out[tokens:].zero_()
             q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
-        lists = forward_batch.req_pool_indices[: tokens // few.queries_per_request]
-        self._attend_lists(q, q_rope, layer, few, lists, out[:tokens])
+        lists = forward_batch.req_pool_indices[: tokens // batch.queries_per_request]
+        self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens])
         return out.view(padded, heads * fmt.kv_lora_rank)
 
     def _attend_lists(
-        self, q, q_rope, layer, few: DecodeBatch, lists: torch.Tensor, out: torch.Tensor
+        self, q, q_rope, layer, batch: DecodeBatch, lists: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Attend `few.queries_per_request` queries per list of the request table, with the result in `out`.
+        """Attend `batch.queries_per_request` queries per list of the request table, with the result in `out`.
 
         `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
         """
@@ -277,14 +258,14 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             q,
             pool.get_row_buffer(layer_id).squeeze(1),
             self.req_to_token,
-            few.kv_lens,
+            batch.kv_lens,
             self.fmt,
             layer.scaling,
             pool.k_scale(layer_id),
             q_rope=q_rope,
             list_index=lists,
-            queries_per_list=few.queries_per_request,
-            page=pool.slot_pages,
+            queries_per_list=batch.queries_per_request,
+            page=pool.page_stride,
             out=out,
             lse=self._lse[: len(out)],
             workspace=self._decode_workspace,

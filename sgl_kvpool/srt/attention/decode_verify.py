@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.layout import RowFormat
 
-__all__ = ["DecodeBatch", "QueryCounts", "decode_tail", "decode_workspace_bytes", "has_fixed_query_length"]
+__all__ = ["DecodeBatch", "KVLens", "decode_tail", "decode_workspace_bytes", "has_fixed_query_length"]
 
 
 def has_fixed_query_length(mode: ForwardMode) -> bool:
@@ -28,14 +28,8 @@ def has_fixed_query_length(mode: ForwardMode) -> bool:
 
 @dataclass
 class DecodeBatch:
-    """A batch of fixed query length.
-
-    Attributes
-    ----------
-    kv_lens : torch.Tensor
-        `[requests * queries_per_request]` int32 or int64: number of rows of its request that each query
-        attends.
-    queries_per_request : int
+    """A batch of fixed query length; each query attends `kv_lens` rows, `[requests * queries_per_request]`
+    int32 or int64.
     """
 
     kv_lens: torch.Tensor
@@ -43,25 +37,14 @@ class DecodeBatch:
 
 
 def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, torch.Tensor] | None:
-    """The requests at the end of a prefill batch with one new token each, as a decode batch.
+    """The requests at the end of a prefill batch with one new token each, as a decode batch; at most `most`.
 
     While another data-parallel rank prefills, SGLang turns a decode batch into an extend of one token per
     request (with prefill graphs, `dp_attn.py:777`). With `--enable-mixed-chunk` it appends running requests
     to the requests of a prefill. As prefill, the whole prefix of each such request would be gathered and, if
     the batch is attended in chunks, read once per head.
 
-    Parameters
-    ----------
-    forward_batch : ForwardBatch
-        An extend batch, whose lengths are on the host.
-    most : int
-        Maximum number of requests.
-
-    Returns
-    -------
-    tuple of DecodeBatch and torch.Tensor, or None
-        Batch of the last requests, and their rows in the request table; None if the last request does not
-        have exactly one new token.
+    Returns the batch and its rows in the request table; None unless the last request has exactly one.
     """
     lengths = forward_batch.extend_seq_lens_cpu
     count = 0
@@ -70,26 +53,15 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
     if not count:
         return None
     first, end = len(lengths) - count, len(lengths)
-    counts, lists = forward_batch.seq_lens[first:end], forward_batch.req_pool_indices[first:end]
+    kv_lens, lists = forward_batch.seq_lens[first:end], forward_batch.req_pool_indices[first:end]
     if first:
         # Copies are aligned to 16 bytes, like the arguments that the kernels were compiled for.
-        counts, lists = counts.clone(), lists.clone()
-    return DecodeBatch(counts, 1), lists
+        kv_lens, lists = kv_lens.clone(), lists.clone()
+    return DecodeBatch(kv_lens, 1), lists
 
 
-class QueryCounts:
-    """Computes how many rows each query of a batch attends, in one static buffer.
-
-    Parameters
-    ----------
-    requests : int
-        Requests of the largest batch.
-    most_queries : int
-        Maximum number of queries per request.
-    device : torch.device or str
-    draft_step : int
-        For the backend of one draft step: tokens drafted so far, which SGLang's lengths do not include.
-    """
+class KVLens:
+    """Computes how many rows each query of a batch attends, in one static buffer."""
 
     def __init__(self, requests: int, most_queries: int, device: torch.device | str, draft_step: int = 0):
         self.draft_step = draft_step
@@ -105,17 +77,11 @@ class QueryCounts:
             )
 
     def of(self, forward_batch: ForwardBatch) -> DecodeBatch:
-        """A batch with a view of its counts: SGLang's lengths for a plain decode, otherwise the buffer.
+        """A batch with a view of its kv_lens: SGLang's lengths for a plain decode, otherwise the buffer.
 
-        Computes nothing and reads no lengths; `fill` computes the counts in the buffer.
-
-        When SGLang replays a graph, it passes a padded number of requests with unpadded tensors, so the
-        number of queries per request is taken from `spec_info`.
-
-        Raises
-        ------
-        ValueError
-            If there are more queries, in all or per request, than the server was sized for.
+        Computes nothing and reads no lengths; `fill` computes those in the buffer. When SGLang replays a
+        graph, it passes a padded number of requests with unpadded tensors, so the number of queries per
+        request is taken from `spec_info`. ValueError for more queries than the server was sized for.
         """
         requests, mode, declared = forward_batch.batch_size, forward_batch.forward_mode, 1
         if not mode.is_decode_or_idle():
@@ -135,45 +101,29 @@ class QueryCounts:
             return DecodeBatch(forward_batch.seq_lens[:requests], queries)
         return DecodeBatch(self.buffer[:tokens], queries)
 
-    def fill(self, few: DecodeBatch, forward_batch: ForwardBatch) -> None:
-        """Compute a batch's counts with operations on static tensors only, which a graph can record."""
+    def fill(self, batch: DecodeBatch, forward_batch: ForwardBatch) -> None:
+        """Compute a batch's kv_lens with operations on static tensors only, which a graph can record."""
         mode = forward_batch.forward_mode
         if mode.is_decode_or_idle():
             if self.draft_step:
                 lengths = forward_batch.seq_lens[: forward_batch.batch_size]
-                torch.add(lengths, self.draft_step, out=few.kv_lens)
+                torch.add(lengths, self.draft_step, out=batch.kv_lens)
             return
-        queries = few.queries_per_request
+        queries = batch.queries_per_request
         lengths = forward_batch.seq_lens[: forward_batch.batch_size, None]  # [requests, 1]
-        torch.add(lengths, self._ordinals[:queries], out=few.kv_lens.view(-1, queries))
+        torch.add(lengths, self._ordinals[:queries], out=batch.kv_lens.view(-1, queries))
         if mode.is_draft_extend_v2():
             # A draft extend's lengths already include the new tokens; those of a verification do not.
-            few.kv_lens.sub_(queries)
+            batch.kv_lens.sub_(queries)
 
 
 def decode_workspace_bytes(
-    fmt: RowFormat,
-    heads: int,
-    requests: int,
-    max_rows: int,
-    most_queries: int,
-    device: torch.device | str,
+    fmt: RowFormat, heads: int, requests: int, max_rows: int, most_queries: int, device: torch.device | str
 ) -> int:
-    """Bytes of workspace that `mla_decode` needs for batches of up to `requests` requests.
+    """Bytes of workspace that `mla_decode` needs for up to `requests` requests of up to `most_queries`
+    queries.
 
-    Parameters
-    ----------
-    fmt : RowFormat
-    heads : int
-        Query heads of this rank.
-    requests : int
-        Requests of the largest batch.
-    max_rows : int
-        Width of SGLang's request table.
-    most_queries : int
-        Queries per request in a verification or a draft's extend; 1 without speculation.
-    device : torch.device or str
-        Device whose number of multiprocessors decides how a list is split.
+    `max_rows` is the width of SGLang's request table; the device decides how a list is split.
     """
     sms = sm_count_of(torch.device(device))
     return max(

@@ -17,24 +17,11 @@ __all__ = ["KVPoolMultiStepDraftBackend"]
 
 
 class KVPoolMultiStepDraftBackend:
-    """SGLang's container of backends for drafting several tokens one after the other.
+    """SGLang's container of backends for drafting tokens one after the other; ValueError if `topk` is not 1.
 
     Step `i` attends the stored rows of a request and the `i + 1` tokens drafted so far, whose slots SGLang
-    has already written into its request table. Therefore the steps differ only in their counts.
-
-    Parameters
-    ----------
-    model_runner : ModelRunner
-        The draft's model runner.
-    topk : int
-        Drafts per step. More than one makes a tree, whose branches have separate lists.
-    speculative_num_steps : int
-        Number of drafted tokens. There is one backend fewer: the draft's extend yields the first token.
-
-    Raises
-    ------
-    ValueError
-        If `topk` is not 1.
+    has already written into its request table. Therefore the steps differ only in their kv_lens. There is one
+    backend fewer than `speculative_num_steps`: the draft's extend yields the first token.
     """
 
     needs_cpu_seq_lens: bool = False
@@ -59,7 +46,7 @@ class KVPoolMultiStepDraftBackend:
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Check that the largest graph fits into the buffer of counts of every step."""
+        """Check that the largest graph fits into the buffer of kv_lens of every step."""
         for backend in self.attn_backends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
@@ -72,6 +59,6 @@ class KVPoolMultiStepDraftBackend:
             backend.init_forward_metadata_out_graph(view, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Compute the counts of every step; recorded into the graph."""
+        """Compute the kv_lens of every step; recorded into the graph."""
         for backend in self.attn_backends:
             backend.init_forward_metadata_in_graph(forward_batch)

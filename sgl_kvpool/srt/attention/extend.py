@@ -14,36 +14,137 @@ are listed once per batch, on the device.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
-from sgl_kvpool.srt.attention.extend_batch import (
-    ExtendBatch,
-    PrefixChunk,
-    bounds,
-    rows_of_requests,
-    split_prefixes,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
     "WORKSPACE_TOKENS",
+    "ExtendBatch",
     "ExtendReader",
+    "PrefixChunk",
+    "bounds",
     "extend_workspace",
     "extend_workspace_bytes",
     "plan_extend",
+    "rows_of_requests",
+    "split_prefixes",
 ]
 
 logger = logging.getLogger(__name__)
 
 #: Maximum number of rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
 WORKSPACE_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class PrefixChunk:
+    """Consecutive stored rows of a batch that fit into the workspace.
+
+    Attributes
+    ----------
+    start, count : int
+        Position of the chunk's rows in the list of stored rows.
+    first_request, last_request : int
+        Requests with rows in the chunk, or all requests in the last chunk; `last_request` is exclusive.
+    first_query, last_query : int
+        Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
+    continued_until : int
+        End of the first request's queries if that request has rows in earlier chunks, else `first_query`. No
+        other request of the chunk can have rows in earlier chunks, except in the last chunk, which covers all
+        requests and is merged as a whole.
+    kv_indptr : torch.Tensor
+        `[last_request - first_request + 1]` int32: bounds of each request's rows within the chunk.
+    """
+
+    start: int
+    count: int
+    first_request: int
+    last_request: int
+    first_query: int
+    last_query: int
+    continued_until: int
+    kv_indptr: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """Plan of a batch, the same for every layer.
+
+    Attributes
+    ----------
+    prefix_tokens, query_tokens, longest_query : int
+        Number of stored rows and of queries of all requests, and of queries of the longest request.
+    kv_indices : torch.Tensor
+        `[prefix_tokens]` row numbers of the stored rows, one request after the other.
+    qo_indptr : torch.Tensor
+        `[requests + 1]` int32: bounds of the requests' queries.
+    prefix_chunks : tuple of PrefixChunk
+        Chunks of the stored rows. The last one is attended together with the new tokens and therefore covers
+        all requests.
+    one_call : bool
+        Whether FlashInfer attends stored rows and new tokens in one call; there is only one chunk then.
+    """
+
+    prefix_tokens: int
+    query_tokens: int
+    longest_query: int
+    kv_indices: torch.Tensor
+    qo_indptr: torch.Tensor
+    prefix_chunks: tuple[PrefixChunk, ...]
+    one_call: bool
+
+
+def bounds(lengths: Sequence[int]) -> torch.Tensor:
+    """Cumulative sums from 0, `[len + 1]` int64, on the CPU."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+
+
+def split_prefixes(
+    prefix_bounds: torch.Tensor, query_bounds: torch.Tensor, chunk_tokens: int
+) -> list[PrefixChunk]:
+    """Split the list of stored rows into at least one chunk; the last chunk covers all requests."""
+    requests = len(prefix_bounds) - 1
+    total = int(prefix_bounds[-1])
+    chunks = []
+    for start in range(0, max(total, 1), chunk_tokens):
+        end = min(start + chunk_tokens, total)
+        if end == total:
+            first, last = 0, requests
+        else:
+            first = int(torch.searchsorted(prefix_bounds, start, right=True)) - 1
+            last = int(torch.searchsorted(prefix_bounds, end, right=False))
+        inside = prefix_bounds[first : last + 1].clamp(start, end) - start
+        first_query, last_query = int(query_bounds[first]), int(query_bounds[last])
+        until = int(query_bounds[first + 1 if prefix_bounds[first] < start else first])
+        chunks.append(
+            PrefixChunk(start, end - start, first, last, first_query, last_query, until, inside.int())
+        )
+    return chunks
+
+
+def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> torch.Tensor:
+    """Workspace rows of each request, one request after the other: stored rows, then new tokens.
+
+    The workspace holds the stored rows of all requests first, then the new tokens.
+    """
+    prefix, query = (torch.tensor(lengths, dtype=torch.int64) for lengths in (prefix_lens, query_lens))
+    length = prefix + query
+    total = int(length.sum())
+    begin = (length.cumsum(0) - length).repeat_interleave(length)
+    place = torch.arange(total) - begin  # position within the request
+    stored = prefix.repeat_interleave(length)
+    first_stored = (prefix.cumsum(0) - prefix).repeat_interleave(length)
+    first_own = (query.cumsum(0) - query).repeat_interleave(length) + int(prefix.sum())
+    return torch.where(place < stored, first_stored + place, first_own + place - stored).int()
 
 
 def plan_extend(
@@ -53,22 +154,10 @@ def plan_extend(
     reader: ExtendReader,
     scale: float,
 ) -> ExtendBatch:
-    """Compute how a batch is attended.
+    """Compute how a batch with `prefix_lens` stored rows and `query_lens` new tokens per request is attended.
 
-    Parameters
-    ----------
-    prefix_lens, query_lens : sequence of int
-        Stored rows and new tokens per request, on the host.
-    list_rows : callable
-        Function of the lengths and their bounds on the device (`[requests]` and `[requests + 1]` int32) and
-        of the total number of rows; returns the row numbers of all stored rows.
-    reader : ExtendReader
-    scale : float
-        Softmax scale of the scores.
-
-    Returns
-    -------
-    ExtendBatch
+    `list_rows` gets the stored rows' lengths and bounds on the device (`[requests]` and `[requests + 1]`
+    int32) and their number, and returns their row numbers.
     """
     device = reader.workspace.device
     prefix_bounds, query_bounds = bounds(prefix_lens), bounds(query_lens)
@@ -112,16 +201,8 @@ def extend_workspace_bytes(fmt: RowFormat, tokens: int = WORKSPACE_TOKENS) -> in
 class ExtendReader:
     """Attends the stored rows and the new tokens of a batch.
 
-    Parameters
-    ----------
-    fmt : RowFormat
-    heads : int
-        Query heads of this rank.
-    workspace : torch.Tensor
-        From `extend_workspace`, in the dtype of queries and result; readers on one stream may share it.
-    wrapper : flashinfer.BatchMLAPagedAttentionWrapper, optional
-        Attends batches that fit into the workspace in one call; without it, all batches are attended in
-        chunks.
+    `workspace` is from `extend_workspace`, in the dtype of queries and result; readers on one stream may
+    share it. With FlashInfer's `wrapper`, batches that fit into it are attended in one call, else in chunks.
     """
 
     def __init__(self, fmt: RowFormat, heads: int, workspace: torch.Tensor, *, wrapper: Any = None):
@@ -130,13 +211,14 @@ class ExtendReader:
         # FlashInfer's kernel requires rotary values.
         self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
         self._refusal_logged = False
+        if self.wrapper is not None:
+            # A ValueError; malformed metadata raises ValueError itself, which propagates.
+            from flashinfer.mla._batch_mla._backends._capabilities import _BackendPlanUnsupportedError
+
+            self._refusal = _BackendPlanUnsupportedError
 
     def plan_wrapper(
-        self,
-        prefix_lens: Sequence[int],
-        query_lens: Sequence[int],
-        query_bounds: torch.Tensor,
-        scale: float,
+        self, prefix_lens: Sequence[int], query_lens: Sequence[int], query_bounds: torch.Tensor, scale: float
     ) -> bool:
         """Plan FlashInfer's call for a batch whose rows `attend` puts into the workspace.
 
@@ -162,7 +244,7 @@ class ExtendReader:
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
             )
-        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; others propagate
+        except self._refusal as refusal:
             if not self._refusal_logged:
                 logger.warning(
                     "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: %s", refusal
@@ -191,23 +273,11 @@ class ExtendReader:
         *,
         k_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Causal attention of a batch over its stored rows and its own tokens.
+        """Causal attention of a batch over its stored rows and its own tokens: `[query_tokens, heads, R]`.
 
-        Parameters
-        ----------
-        q, q_rope : torch.Tensor
-            `[query_tokens, heads, R]` and `[query_tokens, heads, P]`.
-        extend_kv : torch.Tensor
-            `[query_tokens, R + P]` keys of the new tokens, in q's dtype.
-        rows : torch.Tensor
-            Rows of the pool, `[slots, row_bytes]` uint8, with any row stride.
-        batch : ExtendBatch
-        scale, k_scale : float
-
-        Returns
-        -------
-        torch.Tensor
-            `[query_tokens, heads, R]` in q's dtype.
+        `q` and `q_rope` are `[query_tokens, heads, R]` and `[query_tokens, heads, P]`, `extend_kv`
+        `[query_tokens, R + P]` the keys of the new tokens in q's dtype, as is the result, and `rows` the
+        pool's, `[slots, row_bytes]` uint8, with any row stride.
         """
         if batch.one_call:
             return self._in_one_call(q, q_rope, extend_kv, rows, batch, k_scale)
@@ -229,8 +299,8 @@ class ExtendReader:
     def _decode(self, rows, batch: ExtendBatch, chunk: PrefixChunk, k_scale: float) -> torch.Tensor:
         """Decode the rows of a chunk into the workspace: `[count, R + P]`."""
         kv = self.workspace[: chunk.count]
-        ids = batch.kv_indices[chunk.start : chunk.start + chunk.count]
-        gather_rows(rows, ids, self.fmt, self.dtype, out=kv, k_scale=k_scale)
+        kv_indices = batch.kv_indices[chunk.start : chunk.start + chunk.count]
+        gather_rows(rows, kv_indices, self.fmt, self.dtype, out=kv, k_scale=k_scale)
         return kv
 
     def _in_one_call(self, q, q_rope, extend_kv, rows, batch: ExtendBatch, k_scale: float) -> torch.Tensor:
@@ -242,11 +312,7 @@ class ExtendReader:
         pages = kv.unsqueeze(1)  # [tokens, 1, R + P]: pages of one token
         out = torch.empty((queries, self.heads, rank), dtype=q.dtype, device=q.device)
         self.wrapper.run(
-            q_nope=q,
-            q_pe=q_rope,
-            ckv_cache=pages[..., :rank],
-            kpe_cache=pages[..., rank:],
-            out=out,
+            q_nope=q, q_pe=q_rope, ckv_cache=pages[..., :rank], kpe_cache=pages[..., rank:], out=out
         )
         return out
 
@@ -265,28 +331,13 @@ class ExtendReader:
             lse = torch.full((len(q), self.heads), float("-inf"), dtype=torch.float32, device=q.device)
         kv = kv.unsqueeze(1)
         own = kv[:0] if extend_kv is None else extend_kv.unsqueeze(1)
+        qo_indptr = batch.qo_indptr[chunk.first_request : chunk.last_request + 1]
+        # `batch.kv_indices` is not read: the rows are in order.
         extend_attention_fwd(
-            q,
-            own,
-            own[..., :rank],
-            out,
-            kv,
-            kv[..., :rank],
-            batch.qo_indptr[chunk.first_request : chunk.last_request + 1],
-            chunk.kv_indptr,
-            batch.kv_indices,  # not read: the rows are in order
-            None,
-            True,
-            None,
-            batch.longest_query,
-            1.0,
-            1.0,
-            sm_scale=scale,
-            lse_extend=lse,
-            skip_extend=extend_kv is None,
-            skip_prefix=chunk.count == 0,
-            identity_kv_indices=True,
-        )
+            q, own, own[..., :rank], out, kv, kv[..., :rank], qo_indptr, chunk.kv_indptr, batch.kv_indices,
+            None, True, None, batch.longest_query, 1.0, 1.0, sm_scale=scale, lse_extend=lse,
+            skip_extend=extend_kv is None, skip_prefix=chunk.count == 0, identity_kv_indices=True,
+        )  # fmt: skip
         return out, lse
 
     @staticmethod

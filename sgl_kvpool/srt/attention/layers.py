@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.srt.pool.row_pool import RowPool
 
-__all__ = ["check_layers", "is_absorbed"]
+__all__ = ["check_layers", "is_absorbed", "pool_of"]
 
 
 def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
@@ -22,21 +22,24 @@ def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
     return shape == (pool.row_format.head_dim, pool.kv_lora_rank, 1)
 
 
+def pool_of(model_runner: Any) -> RowPool:
+    """Pool of a ModelRunner, which has to be one of ours."""
+    from sgl_kvpool.srt.pool.row_pool import RowPool
+
+    pool = model_runner.token_to_kv_pool
+    if not isinstance(pool, RowPool):
+        raise Refusal(
+            f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
+            f"{type(pool).__name__}; start it with --kv-cache-layout"
+        )
+    return pool
+
+
 def check_layers(model: torch.nn.Module, pool: RowPool, *, mha_form: bool) -> None:
     """Refuse models with layers whose attention our backend does not compute.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-    pool : RowPool
-    mha_form : bool
-        Whether the backend also computes the MHA form. SGLang's DeepSeek classes have a layer for it beside
-        each absorbed layer, and choose it for some prefills.
-
-    Raises
-    ------
-    ValueError
-        If a layer is not supported; the message names the layer, its requirement and the way out.
+    `mha_form`: whether it also computes the MHA form, for which SGLang's DeepSeek classes have a layer beside
+    each absorbed layer, chosen for some prefills.
     """
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 

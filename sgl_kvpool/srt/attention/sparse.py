@@ -27,16 +27,6 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     Each query has its own list, and lists are not split if there are more of them than a GPU runs programs at
     a time. Therefore the workspace has a maximum (on an H100, 9 MB for 8 heads and at most 17 MB for more),
     whatever the batch size and padding.
-
-    Parameters
-    ----------
-    fmt : RowFormat
-    heads : int
-        Query heads of this rank.
-    top_k : int
-        Width of the top-k lists.
-    device : torch.device or str
-        Device whose number of multiprocessors decides how a list is split.
     """
     return workspace_bytes(fmt, heads, _MOST_QUERIES, top_k, sm_count=sm_count_of(torch.device(device)))
 
@@ -46,14 +36,7 @@ _MOST_QUERIES = 1 << 16
 
 
 class SparseReader:
-    """Attends rows of one pool format by lists of slots, such as top-k lists.
-
-    Parameters
-    ----------
-    fmt : RowFormat
-    workspace : DecodeWorkspace
-        Workspace of `sparse_workspace_bytes`.
-    """
+    """Attends rows of one format by lists of slots (top-k lists); workspace: `sparse_workspace_bytes`."""
 
     def __init__(self, fmt: RowFormat, workspace: DecodeWorkspace) -> None:
         self.fmt = fmt
@@ -64,31 +47,22 @@ class SparseReader:
         self,
         q: torch.Tensor,
         rows: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor | None,
+        kv_indices: torch.Tensor,
+        kv_lens: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of absorbed queries over the rows of their lists.
+        """Attention of absorbed queries `[T, H, R + P]` over rows of their lists; returns `[T, H, R]`.
 
-        Parameters
-        ----------
-        q : Tensor [T, H, R + P]
-        rows : Tensor [slots, 1, row_bytes], uint8
-            Rows of one layer.
-        slots : Tensor [T, K], int32
-            SGLang's `page_table_1`: the top-k slots of each query; -1 marks unused entries.
-        counts : Tensor [T], int32, or None
-            Number of entries of each list to attend. Counts for another number of queries are ignored, as
-            SGLang does before its own kernel; then all entries but -1 are attended.
-        scale : float
-
-        Returns
-        -------
-        Tensor [T, H, R]
+        `rows` is `[slots, 1, row_bytes]` uint8, and `kv_indices` `[T, K]` int32 is SGLang's `page_table_1`:
+        the top-k slots of each query, -1 for unused entries. `kv_lens` `[T]` int32 is the number of entries
+        to attend. If it is None or has another length, which SGLang ignores before its own kernel too, all
+        entries but -1 are attended.
         """
-        if counts is None or len(counts) != len(q):
-            counts = slots.new_full((len(q),), slots.shape[1])
-        out, _ = mla_decode(q, rows.squeeze(1), slots, counts, self.fmt, scale, workspace=self._workspace)
+        if kv_lens is None or len(kv_lens) != len(q):
+            kv_lens = kv_indices.new_full((len(q),), kv_indices.shape[1])
+        out, _ = mla_decode(
+            q, rows.squeeze(1), kv_indices, kv_lens, self.fmt, scale, workspace=self._workspace
+        )
         return out
 
 

@@ -17,7 +17,7 @@ from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CHUNK_BYTES", "HostTierTooLarge", "chunk_step", "page_chunks", "pin", "too_much"]
+__all__ = ["CHUNK_BYTES", "HostTierTooLarge", "chunk_step", "page_chunks", "pin", "require_room", "too_much"]
 
 #: Bytes that are pinned in one call, which takes some seconds.
 CHUNK_BYTES = 16 << 30
@@ -31,28 +31,33 @@ class HostTierTooLarge(Refusal):
     """Error for a host tier that does not fit into memory."""
 
 
-def too_much(
-    size_bytes: int, count: int, by_ratio: bool, error: BaseException, unit: str = "tokens"
-) -> HostTierTooLarge:
-    """The error for a host tier that does not fit into memory.
+def require_room(size_bytes: int, tokens: int, by_ratio: bool | None = None) -> None:
+    """Raise HostTierTooLarge if SGLang would not allocate `size_bytes`; parameters as for `too_much`.
 
-    Parameters
-    ----------
-    size_bytes, count : int
-        Bytes of the tier, and its number of tokens or states.
-    by_ratio : bool
-        Whether --hicache-ratio set the size; otherwise --hicache-size did.
-    error : exception
-        Error of the allocation.
-    unit : str
-        Unit of `count`: tokens or states.
+    For pools of SGLang's beside the rows, whose own errors name no argument.
+    """
+    from sglang.srt.mem_cache.pool_host import base
+
+    available = base.host_memory_budget_bytes(0)  # 0: reserves nothing
+    if size_bytes > available:
+        error = ValueError(f"{available / 1e9:.2f} GB are left")
+        raise too_much(size_bytes, tokens, by_ratio, error)
+
+
+def too_much(
+    size_bytes: int, count: int, by_ratio: bool | None, error: BaseException, unit: str = "tokens"
+) -> HostTierTooLarge:
+    """The error for a host tier of `count` tokens or states that does not fit into memory.
+
+    `by_ratio`: whether --hicache-ratio set the size; otherwise --hicache-size did. None: one of them did.
     """
     from sglang.srt.mem_cache.pool_host import base
 
     if by_ratio:
         remedy = "Give a smaller --hicache-ratio, fewer --max-total-tokens, a narrower --kv-cache-layout"
     else:
-        remedy = "Give a smaller --hicache-size (GB)"
+        either = "" if by_ratio is False else "--hicache-ratio or "
+        remedy = f"Give a smaller {either}--hicache-size (GB)"
     reserve = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
     return HostTierTooLarge(
         f"the host tier needs {size_bytes / 1e9:.2f} GB for {count} {unit} and could not get them "
@@ -68,24 +73,11 @@ def chunk_step(page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
-    """Chunks of a buffer that contain whole pages.
+    """Offsets and sizes in bytes of the chunks of a buffer, in order, without gaps, of whole pages.
 
     A copy must not cross two registrations, and a memory page of the system (4096 bytes) must not be in two
-    registrations. Therefore all chunks but the last are multiples of both page sizes.
-
-    Parameters
-    ----------
-    total_bytes : int
-        Bytes of the buffer.
-    page_bytes : int
-        Bytes of a host page with padding; chunks hold whole pages.
-    chunk_bytes : int
-        Approximate bytes of a chunk; at least the common multiple of both page sizes.
-
-    Returns
-    -------
-    list of tuple of int
-        Offset and size in bytes, in order, without gaps.
+    registrations. Therefore all chunks but the last are multiples of both page sizes; `page_bytes` includes
+    padding, and `chunk_bytes` is approximate.
     """
     step = chunk_step(page_bytes, chunk_bytes)
     return [(offset, min(step, total_bytes - offset)) for offset in range(0, total_bytes, step)]
@@ -97,23 +89,9 @@ def pin(
     """Register a host buffer with CUDA in chunks, and in smaller chunks if CUDA refuses one.
 
     Drivers sometimes refuse a large chunk although they accept smaller ones (SGLang's pull request 39744).
-    Without pinned memory, each layer is moved separately while the scheduler waits.
-
-    Parameters
-    ----------
-    buffer : Tensor, on the CPU, contiguous
-        SGLang's `HostKVCache.destroy` unregisters what is registered here.
-    page_bytes : int
-        Bytes of a host page with padding; chunks hold whole pages.
-    cudart : module, optional
-        Module to call; `torch.cuda.cudart()` by default.
-    chunk_bytes : int
-        Approximate bytes registered per call at first; then a quarter of it, and so on.
-
-    Returns
-    -------
-    RegisteredChunks or None
-        None if no chunk size worked: then nothing is registered, and the memory stays pageable.
+    Without pinned memory, each layer is moved separately while the scheduler waits. SGLang's
+    `HostKVCache.destroy` unregisters the buffer. None if no chunk size worked: then nothing is registered,
+    and the memory stays pageable.
     """
     from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR
 

@@ -1,4 +1,4 @@
-"""Bytes of a host page: rows, padding, checksum. A leaf module that the host tier and `plan` share.
+"""Bytes of a host page: rows, padding, checksum. Numpy and xxhash are the only dependencies.
 
 A host page of format version 2 is contiguous, so that stores can read and write it in place: ::
 
@@ -7,14 +7,37 @@ A host page of format version 2 is contiguous, so that stores can read and write
 `size_bytes` is also the distance between pages. It is a multiple of 4096 if that adds at most 3 % to the
 rows, so that stores that open files with O_DIRECT (NIXL's default) move pages without a copy. Otherwise such
 stores get copies, which are padded to the next multiple.
+
+The checksum is XXH3-128 of all bytes before it, seeded with the page's format and its storage key. Therefore
+a page that was truncated, changed, written in another format or stored under another key is detected and not
+served. Stores read as many bytes as a page has, so what follows them in a file is ignored. The checksum
+protects against faults, not against forgery: whoever may write to a store can replace pages.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-__all__ = ["CHECKSUM_BYTES", "DIRECT_IO_BYTES", "HostPageFormat"]
+import numpy as np
+import xxhash
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "DIRECT_IO_BYTES",
+    "DamagedPage",
+    "HostPageFormat",
+    "checksum",
+    "damage",
+    "failure_kind",
+    "first_damage",
+    "write_checksum",
+    "write_checksums",
+]
 
 #: Bytes of a checksum, XXH3-128.
 CHECKSUM_BYTES = 16
@@ -24,6 +47,11 @@ DIRECT_IO_BYTES = 4096
 _ALIGNMENT_BYTES = 16
 #: Maximum bytes added to align a page to `DIRECT_IO_BYTES`, as a share of the rows' bytes.
 _MAX_PADDING = 0.03
+#: Threads of a process that compute checksums: four read faster than a network or a disk delivers.
+_THREADS = 4
+#: Bytes of a page from which threads pay off; xxhash keeps the GIL for short inputs.
+_THREADED_BYTES = 1 << 18
+_DAMAGED = "its checksum does not match its bytes, format and key"
 
 
 def _rounded_up(size_bytes: int, multiple_bytes: int) -> int:
@@ -52,15 +80,9 @@ class HostPageFormat:
 
     @classmethod
     def of_rows(cls, content_bytes: int, page_size: int) -> HostPageFormat:
-        """Format of a page of rows.
+        """Format of a page of rows, given their bytes in all layers.
 
-        Parameters
-        ----------
-        content_bytes : int
-            Bytes of the rows of `page_size` tokens in all layers.
-        page_size : int
-            Tokens of a page. The page gets a whole number of bytes per token, because SGLang and its stores
-            count bytes per token.
+        The page gets a whole number of bytes per token, because SGLang and its stores count bytes per token.
         """
         unpadded_bytes = content_bytes + CHECKSUM_BYTES
         aligned_bytes = _rounded_up(unpadded_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
@@ -71,15 +93,10 @@ class HostPageFormat:
 
     @classmethod
     def of_states(cls, content_bytes: int) -> HostPageFormat:
-        """Format of a slot of states.
+        """Format of a slot of states, given their bytes in all linear layers.
 
         Slots are not padded to `DIRECT_IO_BYTES`: zero-copy stores keep each part of a slot under a separate
         key, and the size of a part is seldom a multiple of `DIRECT_IO_BYTES`.
-
-        Parameters
-        ----------
-        content_bytes : int
-            Bytes of the states of one slot in all linear layers.
         """
         size_bytes = _rounded_up(content_bytes + CHECKSUM_BYTES, _ALIGNMENT_BYTES)
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
@@ -92,3 +109,61 @@ class HostPageFormat:
     def bytes_per_token(self, page_size: int) -> int:
         """Bytes per token in all layers, with its share of padding and checksum."""
         return self.size_bytes // page_size
+
+
+# -------------------------------------------------------------------- checksums
+
+
+class DamagedPage(ValueError):
+    """Error for a page that came back from a store changed; callers have to treat it as a miss."""
+
+
+def failure_kind(error: Exception) -> str:
+    """Kind in `sgl_kvpool.events.FAILURES` for a page of a store that could not be read."""
+    return "page_checksum" if isinstance(error, DamagedPage) else "page_read"
+
+
+def checksum(content: np.ndarray, tag: str, key: str = "") -> bytes:
+    """Checksum of a page's bytes before it, uint8, contiguous; an unknown storage key is empty."""
+    # Lengths first, so that different pairs of tag and key cannot make the same text.
+    seed = xxhash.xxh3_64_intdigest(f"{len(tag)} {len(key)} {tag}{key}".encode())
+    return xxhash.xxh3_128_digest(content.data, seed)
+
+
+def write_checksum(page: np.ndarray, tag: str, key: str = "") -> None:
+    """Write a page's checksum into its last bytes; `[size_bytes]` uint8, contiguous."""
+    page[-CHECKSUM_BYTES:] = np.frombuffer(checksum(page[:-CHECKSUM_BYTES], tag, key), dtype=np.uint8)
+
+
+def damage(page: np.ndarray, tag: str, key: str = "") -> str | None:
+    """Reason why a page with a checksum is damaged; None if it is not. Parameters as `write_checksum`."""
+    if len(page) < CHECKSUM_BYTES:
+        return f"{len(page)} bytes are too short for a page"
+    whole = page[-CHECKSUM_BYTES:].tobytes() == checksum(page[:-CHECKSUM_BYTES], tag, key)
+    return None if whole else _DAMAGED
+
+
+def write_checksums(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> None:
+    """Call `write_checksum` for several pages, with threads if they are long."""
+    list(_map(write_checksum, pages, tag, keys))
+
+
+def first_damage(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> tuple[int, str] | None:
+    """Index of the first damaged page, and the reason by `damage`; None if no page is damaged."""
+    found = enumerate(_map(damage, pages, tag, keys))
+    return next(((place, problem) for place, problem in found if problem is not None), None)
+
+
+def _map(function, pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]):
+    if len(pages) != len(keys):
+        raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
+    tags = [tag] * len(pages)
+    if len(pages) > 1 and len(pages[0]) >= _THREADED_BYTES:
+        return _threads().map(function, pages, tags, keys)
+    return map(function, pages, tags, keys)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads of this process, which storing and fetching share."""
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="kvpool-checksum")

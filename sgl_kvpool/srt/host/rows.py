@@ -18,25 +18,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
-from sgl_kvpool.srt.host.gpu_calls import gpu_calls
-from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
-from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, DIRECT_IO_BYTES, HostPageFormat
+from sgl_kvpool.srt.host.shared_segment import NodeRanks
 from sgl_kvpool.srt.host.shared_tier import SharedTier
-from sgl_kvpool.srt.host.stored_pages import storage_format_tag
+from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
+from sgl_kvpool.srt.host.tier_bytes import bytes_beside_rows
+from sgl_kvpool.srt.host.transfer_mixin import TransferMixin, kv_group
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-from sgl_kvpool.srt.pool.regions import describe
-from sgl_kvpool.transfer.channel import TransferChannel
-from sgl_kvpool.transfer.channel_builder import EngineRequest, build_channels
+from sgl_kvpool.srt.pool.regions import canonical_view
+from sgl_kvpool.transfer.channel import EngineRequest, TransferChannel, build_channels
 from sgl_kvpool.transfer.conversion import host_layout_problem
+from sgl_kvpool.transfer.gpu_engine import gpu_calls
 from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["HierarchicalMLAHostPool"]
 
 
-class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
+class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.
 
     Parameters
@@ -92,8 +92,8 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     TypeError
         If a pool is of another class.
     ValueError
-        If `layout` is not in `HOST_LABELS`, a draft has another row format, more than one layer or fewer
-        pages, rows cannot be converted to the host layout, or there is not enough memory.
+        If a draft has another row format, more than one layer or fewer pages, rows cannot be converted to the
+        host layout, or there is not enough memory.
     Exception
         If an engine that was requested by name cannot be built.
     """
@@ -117,8 +117,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         other = [type(pool).__name__ for pool in pools if not isinstance(pool, LayoutMLATokenToKVPool)]
         if other:
             raise TypeError(f"{type(self).__name__} is for pools with a layout, not {', '.join(other)}")
-        if layout not in HOST_LABELS:
-            raise Refusal(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
+        assert layout in HOST_LABELS, layout
         tags = [pool.row_format.tag for pool in pools]
         if len(set(tags)) > 1 or any(draft.layer_num != 1 for draft in draft_pools):
             raise ValueError(
@@ -144,7 +143,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         ]
         # Rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under the same page
         # indices.
-        self._device_views = [describe(pool, page_size).only("kv") for pool in pools]
+        self._device_views = [canonical_view(pool, page_size).only("kv") for pool in pools]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
             raise ValueError(
@@ -158,7 +157,9 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             if with_checksum
             else HostPageFormat.bare(content_bytes)
         )
-        self._sized_by_ratio = not host_size
+        # The tier of a draft gets its number of tokens from the target's tier.
+        self._sized_by_ratio = None if kwargs.get("host_token_capacity") else not host_size
+        self._beside_bytes = sum(bytes_beside_rows(pool.host_pool_decls()) for pool in pools)
         self.shared = None if node_ranks is None else SharedTier(node_ranks)
         parts = 1 if node_ranks is None else node_ranks.fewest
         infos = [pool.host_tier_info() for pool in pools]
@@ -180,16 +181,14 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         )
         self.storage_format_tag = storage_format_tag(pools, self.page_size, host_layout)
 
-    @staticmethod
-    def takes(pool: Any) -> bool:
-        """Whether a device pool's host tier is of this class; see `HostTierOptions.takes`."""
-        return isinstance(pool, LayoutMLATokenToKVPool) and pool.host_tier.takes(
-            pool.kv_cache_layout, pool.kv_cache_arrangement, torch.device(pool.device).type
-        )
-
     # ---------------------------------------------------------------- construction
 
+    @overrides
     def _allocate_host_buffer(self) -> None:
+        if self._beside_bytes:
+            # SGLang allocates the pool of index keys after this one. Ranks do not share tiers of such models.
+            token_bytes = self.size_per_token + self._beside_bytes
+            memory.require_room(self.size * token_bytes, self.size, self._sized_by_ratio)
         try:
             if self.shared is None:
                 super()._allocate_host_buffer()
@@ -211,6 +210,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self.kv_buffer = self.init_kv_buffer()
         self.fd = None
 
+    @overrides
     def init_kv_buffer(self) -> torch.Tensor:
         """Memory of the tier in page-major order, pinned if requested and possible."""
         if self.row_format != self._device_rows:
@@ -231,6 +231,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self.pin_memory: bool = self._chunks is not None
         return buffer
 
+    @overrides
     def _initialize_transfer_views(self) -> None:
         self.can_use_jit = False
         self._pages = self.kv_buffer.view(torch.uint8)  # [pages, size_bytes]
@@ -250,7 +251,6 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._k_scales,
             EngineRequest(self._options.engine, self._io_backend, self._chunks, gpu_calls),
         )
-        self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
             "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s%s, "
             "engine %s, runs of %s bytes%s, %d bytes from page to page%s",
@@ -284,21 +284,25 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         dims = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
         return self.kv_buffer[:, : self.page_bytes // self.dtype.itemsize].view(dims)
 
+    @overrides
     def _init_write_back_staging_buffers(self) -> None:
         self.staging_page_capacity = 0
         self.staging_token_capacity = 0
         self.staging_buffer = None
         self.can_use_write_back_jit = False
 
+    @overrides
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Lists of the address, size and page size in bytes of the one buffer."""
         return [self.kv_buffer.data_ptr()], [self.kv_buffer.nbytes], [self.page_format.size_bytes]
 
+    @overrides
     def get_size_per_token(self) -> int:
         """Bytes of a token in all layers, with its share of padding and checksum."""
         # SGLang also calls this before it has set the page size.
         return self.page_format.bytes_per_token(self._tokens_per_page)
 
+    @overrides
     def is_stride_page_aligned(self, page_size_bytes: int = DIRECT_IO_BYTES) -> bool:
         """Whether addresses and sizes of all pages are multiples of `page_size_bytes`, as O_DIRECT needs."""
         numbers = (self.kv_buffer.data_ptr(), self.page_format.size_bytes)

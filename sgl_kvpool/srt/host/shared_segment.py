@@ -1,4 +1,4 @@
-"""Memory that all ranks of a machine map: a host tier with one copy of each page.
+"""The ranks of a machine, and memory that all of them map: a host tier with one copy of each page.
 
 The first rank makes an anonymous file (memfd), and the others open it through /proc. The file has no name in
 any file system, so its memory is released when the last process that maps it ends, for whatever reason.
@@ -10,14 +10,18 @@ import logging
 import mmap
 import os
 import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sgl_kvpool.memory.numa import interleave, numa_nodes
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.srt.host.node_ranks import NodeRanks
 
-__all__ = ["SharedSegment"]
+__all__ = ["NodeRanks", "SharedSegment"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,29 +30,77 @@ _MADV_POPULATE_WRITE = 23
 #: Bytes faulted in by one call; progress is logged between calls.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """Ranks of a group that run on this machine.
+
+    `group` is the gloo group of all ranks that hold the same rows, on one or several machines, `members` its
+    ranks on this machine in order, and `rank` the index of this process among them. `fewest` is the number of
+    ranks on the machine with the fewest: the tiers of all machines have this many parts.
+    """
+
+    group: Any
+    members: tuple[int, ...]
+    rank: int
+    fewest: int
+
+    @classmethod
+    def of(cls, group: Any) -> NodeRanks:
+        """Find the ranks of a group on this machine; every rank of the group has to call it."""
+        places: list[Any] = [None] * dist.get_world_size(group)
+        here = _machine()
+        dist.all_gather_object(places, here, group=group)
+        members = tuple(rank for rank, place in enumerate(places) if place == here)
+        fewest = min(Counter(places).values())
+        return cls(group, members, members.index(dist.get_rank(group)), fewest)
+
+    @property
+    def count(self) -> int:
+        """Number of ranks on this machine."""
+        return len(self.members)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of the machine."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Values of all ranks of this machine, in order; every rank of the group has to call it."""
+        found = self.gather_all(value)
+        return [found[member] for member in self.members]
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Values of all ranks of the group, on every machine, in order; every rank has to call it."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def minimum(self, *values: int) -> list[int]:
+        """Minimum of each value over all ranks of the group, on all machines."""
+        least = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return least.tolist()
+
+
+def _machine() -> tuple[str, int]:
+    """Kernel and PID namespace: equal for processes that can open each other's files in /proc."""
+    try:
+        return _BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError as error:
+        raise Refusal(
+            f"{error.filename} tells which ranks are on one machine and cannot be read ({error.strerror}); "
+            "give --kv-host-sharing rank"
+        ) from error
 
 
 class SharedSegment:
-    """Memory mapping that all ranks of a machine share.
+    """Memory mapping that all ranks of a machine share; every rank of the group creates it with one size.
 
-    Every rank of the group has to create it with the same size.
-
-    Parameters
-    ----------
-    ranks : NodeRanks
-    size_bytes : int
-
-    Attributes
-    ----------
-    memory : Tensor [size_bytes], uint8
-        Zeros that are resident in memory: each rank has faulted in its part.
-    is_interleaved : bool
-        Whether its memory pages alternate between the machine's NUMA nodes.
-
-    Raises
-    ------
-    Refusal
-        On all ranks, if one rank of the group could not map the memory.
+    Each rank has faulted in its part of `memory`, `[size_bytes]` uint8 zeros. `is_interleaved`: whether its
+    memory pages alternate between NUMA nodes. Refusal on all ranks if one rank of the group could not map it.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):

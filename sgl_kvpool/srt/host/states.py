@@ -1,14 +1,22 @@
 """The host tier of states beside the tier of rows: SGLang's `MambaPoolHost` with whole state slots as pages.
 
-A host slot holds the conv and ssm states of all layers of one state slot as contiguous bytes, in the order of
-`state_view.py` and of SGLang's stores, followed by padding and a checksum (`page_format.py`). Transfers,
-retries and lost slots work as for rows.
+A host slot holds the conv and ssm states of all layers of one state slot as contiguous bytes, followed by
+padding and a checksum (`page_format.py`). The order is that of SGLang's stores, which store a slot part by
+part; in each part, layers of packed drafts follow the target's: ::
+
+    [ssm of layer 0, 1, ... | conv_0 of layer 0, 1, ... | conv_1 ...]
+
+Transfers, retries and lost slots work as for rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,35 +24,115 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import synchronized
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
-from sgl_kvpool.srt.host.gpu_calls import gpu_calls
-from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, HostPageFormat
-from sgl_kvpool.srt.host.state_view import StateView
-from sgl_kvpool.transfer.channel import TransferChannel
-from sgl_kvpool.transfer.channel_builder import EngineRequest, channels_of
+from sgl_kvpool.srt.host.transfer_mixin import TransferMixin
+from sgl_kvpool.srt.pool.regions import canonical_view
+from sgl_kvpool.transfer.channel import EngineRequest, TransferChannel, channels_of
+from sgl_kvpool.transfer.gpu_engine import gpu_calls, staged_state_bytes
 from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
-from sgl_kvpool.transfer.page_buffer import staged_state_bytes
-from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import packed_view
+
+__all__ = ["STATE_FORMAT_VERSION", "HierarchicalStatePoolHost", "StateView"]
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HierarchicalStatePoolHost"]
+#: Version in `StateView.tag`: increased when stored states change in a way that their parts do not show.
+STATE_FORMAT_VERSION = 3
+_SSM = "ssm"
 
 
-class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
+def _order(part: str) -> int:
+    """Sort key of a part in a slot: ssm, conv_0, conv_1, ..."""
+    return 0 if part == _SSM else 1 + int(part.removeprefix("conv_"))
+
+
+@dataclass(frozen=True)
+class StateView:
+    """The states of a pool and of the drafts that are packed with it, a page of bytes per state slot.
+
+    `caches` has one group, "state", with its parts in the host's order.
+    """
+
+    caches: CanonicalKVCaches
+
+    @classmethod
+    def of(cls, pools: Sequence[Any]) -> StateView:
+        """View of a target's `MambaPool` and of those of its drafts; TypeError for another kind of pool.
+
+        ValueError if a pool keeps states outside of its layers, or a draft's pool has fewer slots than the
+        target's.
+        """
+        tensors: list = []
+        layers: list[LayerReference] = []
+        counts = []
+        for place, pool in enumerate(pools):
+            view = canonical_view(pool)
+            group = view.group("state")
+            extra = sorted({layer.part for layer in group.layers if layer.layer_id is None})
+            if extra:
+                raise Refusal(
+                    f"{type(pool).__name__} keeps {', '.join(extra)} beside the states of its layers, which "
+                    "the host tier does not carry; leave out --enable-hierarchical-cache or --kv-cache-layout"
+                )
+            for layer in group.layers:
+                runs = replace(layer.runs, tensor_index=layer.runs.tensor_index + len(tensors))
+                name = layer.layer_id if place == 0 else f"draft {place} layer {layer.layer_id}"
+                layers.append(replace(layer, layer_id=name, runs=runs))
+            tensors += view.tensors
+            counts.append(group.num_pages)
+        if min(counts) < counts[0]:
+            raise ValueError(f"a draft's pool has {min(counts)} state slots, its target's {counts[0]}")
+        layers.sort(key=lambda layer: _order(layer.part))  # stable: layers keep their order
+        group = CanonicalGroup(name="state", layers=tuple(layers), num_pages=counts[0], page_size_tokens=None)
+        return cls(CanonicalKVCaches(tuple(tensors), (group,)))
+
+    @property
+    def group(self) -> CanonicalGroup:
+        """The view's only group."""
+        return self.caches.group("state")
+
+    @cached_property
+    def parts_by_layer(self) -> list[tuple[int, ...]]:
+        """Indices of each layer's parts in the group; the target's layers come first."""
+        places: dict = {}
+        for place, layer in enumerate(self.group.layers):
+            places.setdefault(layer.layer_id, []).append(place)
+        return [tuple(found) for found in places.values()]
+
+    @cached_property
+    def components(self) -> tuple[tuple[int, int], ...]:
+        """Offset and size in bytes of each part of all layers in a slot: SGLang's components, in order."""
+        sizes: dict[str, int] = {}
+        for layer in self.group.layers:
+            sizes[layer.part] = sizes.get(layer.part, 0) + layer.runs.size_bytes
+        offsets = accumulate(sizes.values(), initial=0)
+        return tuple(zip(offsets, sizes.values(), strict=False))
+
+    @property
+    def largest_part_bytes(self) -> int:
+        """Bytes of the largest state of one layer."""
+        return max((layer.runs.size_bytes for layer in self.group.layers), default=0)
+
+    @cached_property
+    def tag(self) -> str:
+        """Tag of the bytes of a slot, equal only for interchangeable slots."""
+        layers = [(str(r.layer_id), r.part, r.content, r.runs.size_bytes) for r in self.group.layers]
+        digest = hashlib.blake2b(repr((STATE_FORMAT_VERSION, layers)).encode(), digest_size=8)
+        return f"m{digest.hexdigest()}"
+
+
+class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
     """Host tier of the states of a `MambaPool` and of the drafts that are packed with it.
 
     Parameters
     ----------
-    mamba_pool : MambaPool
-        State pool on any device.
     host_to_device_ratio : float
-        Host slots per slot of the pool, if `host_size` is 0.
-    host_size : float
-        GB (1e9 bytes) of the host tier; if 0, the ratio decides.
+        Host slots per slot of the pool, if `host_size`, in GB (1e9 bytes), is 0.
     layout : str
         One of `HOST_LABELS`.
     draft_pools : sequence of MambaPool
@@ -53,27 +141,18 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         Options of the host tier of rows; their layout does not apply to states.
     pin_memory : bool, optional
         Whether to register the memory with CUDA; by default for pools on a GPU.
-    io_backend : str
-        Value of --hicache-io-backend.
-    allocator_type : str
-        SGLang's argument.
 
     Attributes
     ----------
     page_bytes : int
-        Bytes of the states of a slot.
-    size_per_token : int
-        `page_bytes` with padding and checksum; SGLang's name for the size of a slot.
+        Bytes of the states of a slot; `size_per_token`, SGLang's name, includes padding and checksum.
     storage_format_tag : str
         Tag of the states' format; the controller adds it with the rows' tag to the keys of stores.
 
     Raises
     ------
-    TypeError
-        If the pool is of another class.
-    ValueError
-        If `layout` is not in `HOST_LABELS`, a pool has parts that the host tier does not carry, or a draft
-        has fewer slots than the target.
+    TypeError, ValueError
+        As `StateView.of`.
     HostTierTooLarge
         If there is not enough memory.
     Exception
@@ -93,8 +172,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         io_backend: str = "kernel",
         allocator_type: str = "default",
     ) -> None:
-        if layout not in HOST_LABELS:
-            raise Refusal(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
+        assert layout in HOST_LABELS, layout
         pools = (mamba_pool, *draft_pools)
         self._view = StateView.of(pools)
         self._device_views = [self._view.caches]
@@ -124,6 +202,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     # ---------------------------------------------------------------- construction
 
+    @overrides
     def get_size_per_token(self) -> int:
         """Bytes of a host slot, with padding and checksum."""
         return self.page_format.size_bytes
@@ -133,6 +212,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         """uint8: SGLang's stores get states as bytes."""
         return torch.uint8
 
+    @overrides
     def init_kv_buffer(self) -> list[torch.Tensor]:
         """Memory of the tier: a list of one buffer for all components, where SGLang has one per component."""
         fmt = self.page_format
@@ -151,9 +231,11 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self.conv_buffer = views
         return [self._buffer]
 
+    @overrides
     def _configure_npu_mamba_io(self) -> None:
         """Does nothing: NPU memory is not supported here."""
 
+    @overrides
     def _init_write_back_staging_buffers(self) -> None:
         self.can_use_write_back_jit = False
 
@@ -172,7 +254,6 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
             EngineRequest(options.engine, io_backend, self._chunks, gpu_calls),
         )
-        self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
             "sgl-kvpool: host tier of %d state slots (%d bytes, all %d linear layers), %s, engine %s, "
             "parts of %s bytes%s",
@@ -187,11 +268,13 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     # ---------------------------------------------------------------- slots
 
+    @overrides
     def clear(self) -> None:
         """Free all slots and discard all states."""
         self.slot_used = torch.zeros(self.size, dtype=torch.bool)
         super().clear()
 
+    @overrides
     @synchronized
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Allocate slots; None if too few are free."""
@@ -200,6 +283,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             self.slot_used[slots] = True
         return slots
 
+    @overrides
     @synchronized
     def free(self, indices: torch.Tensor) -> int:
         """Free slots; returns the number of slots that were allocated until this call.
@@ -228,19 +312,16 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     def _page_view(self, page: int) -> torch.Tensor:
         return self._pages[page, : self.page_format.content_bytes]
 
+    @overrides
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """The buffer that zero-copy stores register."""
         return [self._buffer]
 
+    @overrides
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Addresses and sizes in bytes: for each slot its ssm states, if any, then those of each convolution.
 
         The last part includes the rest of the slot, so that padding and checksum are stored with it.
-
-        Raises
-        ------
-        IndexError
-            If an index is not a slot.
         """
         slot_bytes = self.page_format.size_bytes
         begins = self._buffer.data_ptr() + self.first_pages_of(indices) * slot_bytes
@@ -248,6 +329,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         sizes = np.diff(offsets, append=slot_bytes)
         return (begins[:, None] + offsets).ravel().tolist(), np.tile(sizes, len(begins)).tolist()
 
+    @overrides
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         """Whether all addresses and sizes of `get_page_buffer_meta` are multiples of `page_size_bytes`."""
         # Sizes are differences of these numbers.

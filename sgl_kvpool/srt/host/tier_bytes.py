@@ -1,6 +1,6 @@
 """Bytes of rows, index keys and states in a host tier, which decide how its memory is divided.
 
-Only `TierBytes.of` imports SGLang, because `sgl-kvpool plan` uses the rest without it.
+Functions that take pools import SGLang, because `sgl-kvpool plan` uses the rest without it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TierBytes", "rows_declared"]
+__all__ = ["TierBytes", "bytes_beside_rows", "capacity", "has_our_tier", "own_draft_bytes", "rows_declared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,33 +23,34 @@ class TierBytes:
     index_keys : int
         Index keys of models with sparse attention, which are kept under the rows' page indices.
     states : int
-    device_rows : int
-        Rows in the device's layout.
+    own_drafts : int
+        Drafts with a tier of their own, also under the rows' page indices; not part of --hicache-size.
+    host_tokens_per_token : float
+        Tokens of the host tier per token of the pool at a ratio of 1: more than 1 if the host's rows are
+        narrower, because --hicache-ratio counts bytes.
     """
 
     rows: int
     index_keys: int
     states: int
-    device_rows: int
+    own_drafts: int = 0
+    host_tokens_per_token: float = 1.0
 
     @classmethod
     def of(
-        cls, rows: Any, states: Any, row_drafts: Sequence[Any] = (), state_drafts: Sequence[Any] = ()
+        cls,
+        rows: Any,
+        states: Any = None,
+        row_drafts: Sequence[Any] = (),
+        state_drafts: Sequence[Any] = (),
+        own_drafts: Sequence[Any] = (),
     ) -> TierBytes:
-        """Bytes for a hybrid model.
+        """Bytes for a model, whose drafts are packed with the target or have a tier of their own.
 
-        Parameters
-        ----------
-        rows : LayoutMLATokenToKVPool
-            The target's pool of rows, or the hybrid pool that contains it.
-        states : MambaPool
-            The target's pool of states.
-        row_drafts, state_drafts : sequence
-            Pools of the drafts that are packed with the target. As for `rows`, a hybrid pool may stand for
-            the pool of rows in it, because SGLang lists a draft of a hybrid model by its hybrid pool.
+        A hybrid pool may stand for the pool of rows in it, because SGLang lists a draft of a hybrid model by
+        its hybrid pool.
         """
         from sgl_kvpool.srt.host.page_format import HostPageFormat
-        from sgl_kvpool.srt.host.state_view import StateView
 
         declared = [pool.host_pool_decls() for pool in (rows, *row_drafts)]
         pools = [rows_declared(decls) for decls in declared]
@@ -57,13 +58,13 @@ class TierBytes:
         host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
         layers = sum(pool.layer_num for pool in pools)
         page = HostPageFormat.of_rows(layers * rows.page_size * host_row, rows.page_size)
-        index_bytes = sum(_beside_rows(decl) for decls in declared for decl in decls if not decl.is_primary)
-        view = StateView.of((states, *state_drafts))
+        tokens = capacity(rows)
         return cls(
-            rows=_capacity(rows) * page.bytes_per_token(rows.page_size),
-            index_keys=_capacity(rows) * index_bytes,
-            states=_capacity(states) * HostPageFormat.of_states(view.group.bytes_per_page).size_bytes,
-            device_rows=_capacity(rows) * layers * rows.row_format.row_bytes,
+            rows=tokens * page.bytes_per_token(rows.page_size),
+            index_keys=tokens * sum(map(bytes_beside_rows, declared)),
+            states=0 if states is None else _state_bytes(states, state_drafts),
+            own_drafts=tokens * sum(map(own_draft_bytes, own_drafts)),
+            host_tokens_per_token=rows.row_format.row_bytes / host_row,
         )
 
     def split(self, size: float) -> tuple[float, float]:
@@ -75,21 +76,61 @@ class TierBytes:
         """GB for rows and for states by --hicache-ratio, or by --hicache-size if that is not 0."""
         if size_gb:
             return self.split(size_gb)
-        return ratio * self.device_rows / 1e9, ratio * self.states / 1e9
+        return ratio * self.host_tokens_per_token * self.rows / 1e9, ratio * self.states / 1e9
+
+    @property
+    def at_ratio_one(self) -> int:
+        """Bytes of all host pools of a rank for --hicache-ratio 1."""
+        paged = self.rows + self.index_keys + self.own_drafts
+        return int(self.host_tokens_per_token * paged) + self.states
 
 
 def rows_declared(decls: Sequence[Any]) -> Any:
-    """Device pool of the rows in a pool's declaration for a host tier; for a hybrid pool its inner pool."""
+    """The device pool that holds the rows: the pool itself, or the inner pool of a hybrid pool."""
     return next(decl.device_pool for decl in decls if decl.is_primary)
 
 
-def _beside_rows(decl: Any) -> int:
+def bytes_beside_rows(decls: Sequence[Any]) -> int:
     """Bytes per token, over all layers, of data that the host keeps under the rows' page indices."""
-    layers = decl.owned_device_layers
-    count = decl.device_pool.layer_num if layers is None else len(layers)
-    return count * decl.storage_info.bytes_per_token_per_layer
+    total = 0
+    for decl in decls:
+        if not decl.is_primary:
+            layers = decl.owned_device_layers
+            count = decl.device_pool.layer_num if layers is None else len(layers)
+            total += count * decl.storage_info.bytes_per_token_per_layer
+    return total
 
 
-def _capacity(pool: Any) -> int:
+def capacity(pool: Any) -> int:
     """Tokens or state slots of a pool, as SGLang counts them for a host tier."""
     return pool.size if pool.host_capacity_tokens is None else pool.host_capacity_tokens
+
+
+def _state_bytes(states: Any, drafts: Sequence[Any]) -> int:
+    from sgl_kvpool.srt.host.page_format import HostPageFormat
+    from sgl_kvpool.srt.host.states import StateView
+
+    view = StateView.of((states, *drafts))
+    return capacity(states) * HostPageFormat.of_states(view.group.bytes_per_page).size_bytes
+
+
+def has_our_tier(pool: Any) -> bool:
+    """Whether a device pool's host tier is a `HierarchicalMLAHostPool`; see `HostTierOptions.serves`."""
+    import torch
+
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+
+    return isinstance(pool, LayoutMLATokenToKVPool) and pool.host_tier.serves(
+        pool.kv_cache_layout, pool.kv_cache_arrangement, torch.device(pool.device).type
+    )
+
+
+def own_draft_bytes(pool: Any) -> int:
+    """Bytes per token, over all layers, in the host tier of a draft that is not packed."""
+    pool = getattr(pool, "full_kv_pool", pool)
+    if not has_our_tier(pool):
+        sizes = pool.get_kv_size_bytes()
+        return -(-(sum(sizes) if isinstance(sizes, tuple) else sizes) // pool.size)
+    host_layout = pool.host_tier.host_layout(pool.kv_cache_layout)
+    row_bytes = pool.row_format.in_layout(host_layout).row_bytes
+    return pool.layer_num * row_bytes + bytes_beside_rows(pool.host_pool_decls())

@@ -8,8 +8,8 @@ _MODULES = {
     "LayoutDSATokenToKVPool": "dsa",
     "LayoutHybridLinearKVPool": "hybrid",
     "LayoutMLATokenToKVPool": "mla",
+    "PoolOptions": "row_pool",
     "RowPool": "row_pool",
-    "describe": "regions",
 }
 
 __all__ = [*_MODULES]

@@ -10,16 +10,13 @@ no layout here: rows that SGLang cannot read are returned as uint8, and the read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
 from sgl_kvpool.attention.readers import DSA_BACKEND, sglang_dsa_reads
-from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE, SPARSE_BF16, check_combination
-from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 __all__ = ["LayoutDSATokenToKVPool"]
@@ -28,48 +25,21 @@ __all__ = ["LayoutDSATokenToKVPool"]
 class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
     """`DSATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
 
-    Takes SGLang's own arguments and, by keyword, those of `LayoutMLATokenToKVPool`.
-
-    Raises
-    ------
-    ValueError
-        As `LayoutMLATokenToKVPool`; also for another arrangement than `layer_major`, which SGLang's DSA
-        kernels do not read, for a `kv_cache_dim` from SGLang that belongs to rows of another layout, and for
-        pooled index keys with a layout that SGLang's DSA kernels do not read.
+    Takes SGLang's own arguments, and `options` by keyword. ValueError as `LayoutMLATokenToKVPool`, also for a
+    `kv_cache_dim` from SGLang that belongs to rows of another layout.
     """
 
     serves_dsa = True
 
-    def __init__(
-        self,
-        *args,
-        kv_cache_layout: MLAKVCacheLayout | str,
-        kv_cache_dim: int,
-        index_kpool: int = 1,
-        **kwargs,
-    ):
+    def __init__(self, *args, kv_cache_dim: int, **kwargs):
         # Set first, because the base classes' constructors call _check_what_sglang_reads.
         self._sglang_row_values = kv_cache_dim
-        layout = MLAKVCacheLayout.parse(kv_cache_layout)
-        if not sglang_dsa_reads(layout):
-            check_combination(layout, SPARSE_BF16, KVPOOL_DECODE, index_kpool=index_kpool)
-        super().__init__(
-            *args, kv_cache_layout=layout, kv_cache_dim=kv_cache_dim, index_kpool=index_kpool, **kwargs
-        )
+        super().__init__(*args, kv_cache_dim=kv_cache_dim, **kwargs)
 
-    def _check_readers(self, readers: Sequence[str]) -> None:
-        others = sorted({name for name in readers if name != DSA_BACKEND})
-        if others:
-            raise Refusal(
-                f"attention backend {', '.join(others)} does not read pools of models with sparse attention; "
-                f"leave the argument out, SGLang uses {DSA_BACKEND}"
-            )
-        if self.kv_cache_arrangement is not KVArrangement.LAYER_MAJOR:
-            raise Refusal(
-                f"rows of models with sparse attention are layer_major, not {self.kv_cache_arrangement}, "
-                "because SGLang's DSA kernels read rows that are adjacent; leave out "
-                "--kv-cache-arrangement"
-            )
+    def _check_readers(self) -> None:
+        assert {*self.options.readers} <= {DSA_BACKEND}, self.options.readers
+        # SGLang's DSA kernels read rows that are adjacent.
+        assert self.kv_cache_arrangement is KVArrangement.LAYER_MAJOR, self.kv_cache_arrangement
 
     def _check_what_sglang_reads(self) -> None:
         # SGLang's readers take `_sglang_row_values` as the width of a row: in values for rows without scales,
@@ -85,6 +55,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
                 "not have; use other --dsa-prefill-backend and --dsa-decode-backend, or leave both out"
             )
 
+    @overrides
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Rows of a layer, `[slots, 1, row]`: in SGLang's dtype if SGLang reads the layout, else uint8."""
         stored = self._stored(layer_id)

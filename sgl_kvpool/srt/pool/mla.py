@@ -1,30 +1,33 @@
-"""The MLA pool: SGLang's `MLATokenToKVPool` with rows of a chosen `MLAKVCacheLayout`.
+"""The MLA pool: SGLang's `MLATokenToKVPool` with rows of a chosen `MLAKVCacheLayout` and a `KVArrangement`.
 
 In packed layouts every layer is one uint8 tensor `[slots, 1, row_bytes]`. Because a row is contiguous, the
 pool inherits everything in SGLang that moves rows (`move_kv_cache`, CPU copies, buffer descriptions for
 transfer engines, sizes), and overrides only methods that interpret a row. `bf16` and `fp8` keep SGLang's own
-tensors, so that SGLang's own attention backends can read them. `sgl_kvpool.srt.pool.arranged` arranges the
-layers in memory.
+tensors, so that SGLang's own attention backends can read them.
+
+`layer_major` is SGLang's arrangement. In the others, layers are views of one buffer: where SGLang indexes
+with slots, the pool indexes with row numbers (`slot_to_row`), and moves, sizes and buffer descriptions use
+the whole buffer instead of a loop over layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
-from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
 from sgl_kvpool import codec, env
 from sgl_kvpool.attention.readers import check_readers
 from sgl_kvpool.codec import gather_parts, store_rows
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.memory.arrangement import RowPlacement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.srt.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
-from sgl_kvpool.srt.pool.k_scales import checked_k_scales
-from sgl_kvpool.srt.pool.row_pool import RowPool
-from sgl_kvpool.transfer.host_options import HostTierOptions
+from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
 
 __all__ = ["SHOWN_DTYPES", "LayoutMLATokenToKVPool"]
 
@@ -32,73 +35,47 @@ __all__ = ["SHOWN_DTYPES", "LayoutMLATokenToKVPool"]
 SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
+class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     """`MLATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
 
-    Takes SGLang's own arguments and the following ones by keyword.
+    Takes SGLang's own arguments, and `options` by keyword.
 
     Parameters
     ----------
-    kv_cache_layout : MLAKVCacheLayout or str
-        Layout of a row.
-    k_scales : mapping of int to float, optional
-        k_scale by model layer id, for layouts that divide by it; 1.0 for layers without an entry. The scale
-        belongs to the pool and not to the layer object of a call, because SGLang's prefill writes through a
-        layer object without a scale, and one cache must not hold rows of two scales.
-    kv_cache_arrangement : KVArrangement or str, optional
-        Arrangement of the layers in memory.
-    readers : sequence of str, optional
-        Names of the attention backends that will read the pool.
-    host_tier : HostTierOptions, optional
-        Options of the pool's host tier.
+    options : PoolOptions
 
     Attributes
     ----------
-    cross_layer : CrossLayerRows or None
-        The buffer of all layers; None if each layer has its own, as SGLang allocates them.
-    host_tier : HostTierOptions
+    cross_layer : Tensor [pages, page_bytes], int8, or None
+        The buffer of all layers, in which `placement` says where rows lie; None if each layer has its own,
+        as SGLang allocates them.
 
     Raises
     ------
     ValueError
-        For a geometry that no layout stores, a dtype other than the one that SGLang has to see, a DSA model,
-        a k_scale that is not finite and positive, a reader that cannot read the rows, or, in an arrangement
-        other than `layer_major`, a number of slots that is not a multiple of the page size.
+        For a geometry that no layout stores, a dtype other than the one that SGLang has to see, a reader
+        that cannot read the rows, or, in an arrangement other than `layer_major`, a number of slots that is
+        not a multiple of the page size.
     """
 
     #: Whether the class is for models with sparse attention.
     serves_dsa = False
+    cross_layer: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        *args,
-        kv_cache_layout: MLAKVCacheLayout | str,
-        k_scales: Mapping[int, float] | None = None,
-        kv_cache_arrangement: KVArrangement | str = KVArrangement.LAYER_MAJOR,
-        readers: Sequence[str] = (),
-        host_tier: HostTierOptions | None = None,
-        **kwargs,
-    ):
-        # Set before the base class's constructor runs, because that calls _create_buffers.
-        self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
-        self.kv_cache_arrangement = KVArrangement.parse(kv_cache_arrangement)
-        self.host_tier = host_tier or HostTierOptions()
-        self._check_readers(readers)
-        self._k_scales = checked_k_scales(k_scales)
+    def __init__(self, *args, options: PoolOptions, **kwargs):
+        self.options = options  # the base class's constructor calls _create_buffers
+        self._check_readers()
         env.flag(env.CHECK_FINITE)  # an invalid value has to fail now, not at a write
         super().__init__(*args, **kwargs)
 
-    def _check_readers(self, readers: Sequence[str]) -> None:
-        check_readers(self.kv_cache_layout, self.kv_cache_arrangement, readers)
+    def _check_readers(self) -> None:
+        check_readers(self.kv_cache_layout, self.kv_cache_arrangement, self.options.readers)
 
     # ---------------------------------------------------------------- construction
 
+    @overrides
     def _create_buffers(self) -> None:
-        if self.use_dsa != self.serves_dsa:
-            raise Refusal(
-                f"{type(self).__name__} serves models {'with' if self.serves_dsa else 'without'} sparse "
-                "attention (DSA); LayoutMLATokenToKVPool is for dense MLA, LayoutDSATokenToKVPool for DSA"
-            )
+        assert self.use_dsa == self.serves_dsa, type(self)
         shown = SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
         if self.dtype != shown:
             raise Refusal(
@@ -114,7 +91,10 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
             self.kv_cache_dim = self.row_format.row_bytes
             self.store_dtype = torch.uint8
         codec.prepare(self.row_format, self.device)
-        super()._create_buffers()
+        if self.kv_cache_arrangement.has_contiguous_layers or not self.layer_num:
+            super()._create_buffers()  # a pipeline stage may have no layer
+        else:
+            self._create_cross_layer_buffer()
         slot_bytes = {buffer[0].nbytes for buffer in self.kv_buffer}
         if slot_bytes - {self.row_format.row_bytes}:
             raise RuntimeError(
@@ -125,9 +105,38 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     def _check_what_sglang_reads(self) -> None:
         """Refuse rows that SGLang's readers cannot read, before anything is allocated."""
 
-    def k_scale(self, layer_id: int) -> float:
-        """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
-        return self._k_scales.get(layer_id, 1.0) if self.kv_cache_layout.uses_k_scale else 1.0
+    def _create_cross_layer_buffer(self) -> None:
+        slots = self.size + self.page_size  # padded tokens write to a slot of the first page
+        if slots % self.page_size:
+            raise Refusal(
+                f"a pool of {self.size} tokens is not a multiple of the page size {self.page_size}, which "
+                f"{self.kv_cache_arrangement} needs; make --max-total-tokens a multiple of --page-size"
+            )
+        placement = self.placement = RowPlacement(
+            self.kv_cache_arrangement,
+            self.layer_num,
+            slots // self.page_size,
+            self.page_size,
+            self.row_format.row_bytes,
+        )
+        memory_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.custom_mem_pool else nullcontext()
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), memory_pool:
+            shape = (placement.pages, placement.page_bytes)
+            self.cross_layer = torch.zeros(shape, dtype=torch.int8, device=self.device)
+        buffer = self.cross_layer.view(-1).view(torch.uint8)
+        self.kv_buffer = [
+            placement.layer_view(buffer, index).view(self.store_dtype).unsqueeze(1)
+            for index in range(self.layer_num)
+        ]
+
+    @overrides
+    def _clear_buffers(self) -> None:
+        super()._clear_buffers()
+        self.cross_layer = self.placement = None
+
+    def take_k_scales(self, k_scales: Mapping[int, float]) -> None:
+        """Replace the k_scales; rows of the old ones must not be read any more."""
+        self.options = replace(self.options, k_scales=k_scales)
 
     # ---------------------------------------------------------------- reading
 
@@ -149,13 +158,10 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         return self.kv_buffer[index]
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
-        """Stored bytes of a layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.
-
-        `slot_to_row(slots)` gives the rows of slots. Waits until a load of this layer from the host tier is
-        done.
-        """
+        """`RowPool.get_row_buffer`."""
         return self._stored(layer_id).view(torch.uint8)
 
+    @overrides
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """SGLang's key buffer for `bf16` and `fp8`, strided in token-major pools.
 
@@ -165,6 +171,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         self._require_values("get_key_buffer", layer_id)
         return super().get_key_buffer(layer_id)
 
+    @overrides
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """SGLang's value buffer, with the errors of `get_key_buffer`."""
         self._require_values("get_value_buffer", layer_id)
@@ -185,44 +192,32 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
                 f"{'' if self.use_dsa else ', or serve with --attention-backend kvpool_mla'}"
             )
 
+    @overrides
     def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
         """Shapes `[slots, 1, R + P]` and `[slots, 1, R]` in values, for every layout."""
         slots = self.size + self.page_size
-        return (
-            torch.Size((slots, 1, self.row_format.head_dim)),
-            torch.Size((slots, 1, self.kv_lora_rank)),
-        )
+        return (torch.Size((slots, 1, self.row_format.head_dim)), torch.Size((slots, 1, self.kv_lora_rank)))
 
     def get_v_head_dim(self) -> int:
         """Number of a row's values that are attended as V: the latent."""
         return self.kv_lora_rank
 
+    @overrides
     def get_mla_kv_buffer(
-        self,
-        layer,
-        loc: torch.Tensor,
-        dst_dtype: torch.dtype | None = None,
-        layer_id_override: int | None = None,
+        self, layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decoded latent and rope of some slots.
+        """`decoded` rows of an attention layer."""
+        return self.decoded(layer.layer_id, loc, dst_dtype)
 
-        Parameters
-        ----------
-        layer : RadixAttention
-            Only its `layer_id` is used, unless there is an override.
-        loc : torch.Tensor
-            Slots, `[tokens]` int32 or int64.
-        dst_dtype : torch.dtype, optional
-            Dtype of the result. As in SGLang's pool, the default is the pool's dtype; for `fp8` this means
-            the stored values without multiplication by k_scale. For packed rows the default is bfloat16,
-            whatever dtype SGLang sees.
+    def decoded(
+        self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decoded latent `[tokens, 1, R]` and rope `[tokens, 1, P]` of slots, contiguous; no rope if P is 0.
 
-        Returns
-        -------
-        tuple of torch.Tensor
-            `[tokens, 1, R]` and `[tokens, 1, P]`, each contiguous; the second is None if P is 0.
+        As in SGLang's pool, the default of `dst_dtype` is the pool's dtype; for `fp8` this means the stored
+        values without multiplication by k_scale. For packed rows the default is bfloat16, whatever dtype
+        SGLang sees.
         """
-        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         dtype = dst_dtype or (torch.bfloat16 if self.kv_cache_layout.is_packed else self.dtype)
         as_stored = dtype == torch.float8_e4m3fn
         # Every e4m3 value is also a bf16 value, so stored values are exact in bf16.
@@ -245,6 +240,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
 
     # ---------------------------------------------------------------- writing
 
+    @overrides
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
@@ -255,6 +251,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         nope, rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
         self._store(index, layer_id, loc_info, nope, rope, "set_kv_buffer")
 
+    @overrides
     def set_mla_kv_buffer(
         self, layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override: int | None = None
     ) -> None:
@@ -298,6 +295,70 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
             self.row_format,
             k_scale=self.k_scale(layer_id),
         )
+
+    # ---------------------------------------------------------------- whole slots
+
+    @property
+    def _slots_are_rows(self) -> bool:
+        return self.placement is None or self.placement.slots_are_rows
+
+    @overrides
+    def get_kv_size_bytes(self) -> int:
+        """Bytes of the rows of all layers."""
+        if self.cross_layer is None:
+            return super().get_kv_size_bytes()
+        return self.cross_layer.nbytes
+
+    @overrides
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Address, size and page size in bytes of every buffer: one per layer, or one for all layers."""
+        if self.cross_layer is None:
+            return super().get_contiguous_buf_infos()
+        return [self.cross_layer.data_ptr()], [self.cross_layer.nbytes], [self.cross_layer.shape[1]]
+
+    def get_device_pool_infos(self):
+        """SGLang's description of the pool. It has one stride; TypeError unless slots are row numbers."""
+        if not self._slots_are_rows:
+            raise TypeError(
+                f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "
+                "sgl_kvpool.connectors.describe"
+            )
+        return super().get_device_pool_infos()
+
+    def host_tier_info(self):
+        """SGLang's `MLABufferInfo` for any arrangement, for `HierarchicalMLAHostPool`.
+
+        That class reads only sizes and layers from it and takes addresses from `CanonicalKVCaches`, so it may
+        use the description that `get_device_pool_infos` refuses to other callers.
+        """
+        return super().get_device_pool_infos()[0].buffer_info
+
+    @overrides
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy the rows of slots `src_loc` to slots `tgt_loc` in all layers."""
+        if self.placement is None:
+            super().move_kv_cache(tgt_loc, src_loc)
+            return
+        for loc, name in ((tgt_loc, "tgt_loc"), (src_loc, "src_loc")):
+            maybe_detect_oob(loc, 0, self.size + self.page_size, f"move_kv_cache {name}")
+        self.placement.move(self.cross_layer, tgt_loc, src_loc)
+
+    @overrides
+    def get_cpu_copy(self, indices, *args, **kwargs):
+        """Copy the rows of some slots to the CPU, in SGLang's form."""
+        return super().get_cpu_copy(self._rows_to_copy(indices), *args, **kwargs)
+
+    @overrides
+    def load_cpu_copy(self, kv_cache_cpu, indices, /, *args, **kwargs):
+        """Write rows from `get_cpu_copy` to some slots."""
+        super().load_cpu_copy(kv_cache_cpu, self._rows_to_copy(indices), *args, **kwargs)
+
+    def _rows_to_copy(self, slots: torch.Tensor) -> torch.Tensor:
+        # Torch would count a negative row from the end of the view, into the row of another token or layer.
+        # These copies wait for the device anyway, so the check costs no extra synchronization.
+        if self.cross_layer is not None and len(slots) and int(slots.min()) < 0:
+            raise IndexError(f"slot {int(slots.min())} is not valid; leave out tokens without a slot")
+        return self.slot_to_row(slots)
 
 
 def _flat(part: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ and restores the bytes that it has overwritten. It raises `Difference` if the re
 """
 
 from sgl_kvpool.srt.self_check.attention import check_backend, check_lists
-from sgl_kvpool.srt.self_check.difference import Difference
 from sgl_kvpool.srt.self_check.host_tier import check_tier
+from sgl_kvpool.srt.self_check.pages import Difference
 from sgl_kvpool.srt.self_check.rows import check_rows
 
 __all__ = ["Difference", "check_backend", "check_lists", "check_rows", "check_tier"]

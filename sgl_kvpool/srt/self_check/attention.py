@@ -12,13 +12,12 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sgl_kvpool.srt.self_check.difference import Difference
-from sgl_kvpool.srt.self_check.pages import decoded, encoded
+from sgl_kvpool.srt.self_check.pages import Difference, decoded, encoded
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-__all__ = ["check_backend", "check_lists"]
+__all__ = ["batch_of", "check_backend", "check_lists"]
 
 #: Relative and absolute error by type of device: those of tests/srt/attention/test_backend.py, and of
 #: tests/gpu/test_cuda_backend_gpu.py. Queries, weights and results are bf16.
@@ -102,19 +101,8 @@ def _restored(*parts: tuple[torch.Tensor, Any]) -> Iterator[None]:
 def check_backend(backend: Any, layer: RadixAttention) -> str:
     """Decode one token of a few requests as SGLang's model does: plan the batch, store the keys, attend.
 
-    The rows of the pool and of the request table are restored afterwards.
-
-    Parameters
-    ----------
-    backend : KVPoolMLABackend or KVPoolMLACudaBackend
-        No batch may run meanwhile; the next batch makes a new plan.
-    layer : RadixAttention
-        An absorbed layer of the model.
-
-    Returns
-    -------
-    str
-        What was checked, with the largest error.
+    Returns what was checked. Rows of the pool and of the request table are restored afterwards. No batch may
+    run meanwhile; the next batch makes a new plan.
 
     Raises
     ------
@@ -135,17 +123,7 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
         earlier = torch.ones(len(requests.slots), dtype=torch.bool, device=device)
         earlier[ends] = False
         _store(pool, layer, requests.slots[earlier], requests.keys[earlier])
-        lengths = torch.tensor(requests.lengths)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=count,
-            input_ids=torch.zeros(count, dtype=torch.int64, device=device),
-            req_pool_indices=own,
-            seq_lens=lengths.to(device),
-            out_cache_loc=requests.slots[ends],
-            seq_lens_sum=sum(requests.lengths),
-            seq_lens_cpu=lengths,
-        )
+        batch = batch_of("DECODE", requests.lengths, own, requests.slots[ends])
         backend.init_forward_metadata(batch)
         keys = requests.keys[ends].unsqueeze(1)
         q = requests.q.reshape(count, -1)
@@ -154,40 +132,46 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     return _compare(found, requests, pool, layer.layer_id, layer.scaling)
 
 
-def check_lists(
-    pool: Any,
-    layer_id: int,
-    heads: int,
-    scale: float,
-    attend: Callable[..., torch.Tensor],
-) -> str:
-    """Attend lists of slots with a kernel, without an attention backend.
+def batch_of(mode: str, lengths: list[int], requests: torch.Tensor, slots: torch.Tensor) -> ForwardBatch:
+    """A batch as SGLang's backends get it.
 
     Parameters
     ----------
-    pool : RowPool
-    layer_id : int
-    heads : int
-    scale : float
-    attend : callable
-        As `SparseReader.attend`: takes queries [T, heads, R + P] bf16, rows [S, 1, row_bytes] uint8, slots
-        [T, M] int32 padded with -1, counts [T] int32 and the scale; returns [T, heads, R].
+    mode : str
+        Name of a ForwardMode.
+    lengths : list of int
+        Sequence length of each request.
+    requests : Tensor [requests], int64
+        Rows of SGLang's request table.
+    slots : Tensor [tokens], int64
+        Slots of the new tokens.
+    """
+    seq_lens = torch.tensor(lengths)
+    return ForwardBatch(
+        forward_mode=ForwardMode[mode],
+        batch_size=len(lengths),
+        input_ids=torch.zeros_like(slots),
+        req_pool_indices=requests,
+        seq_lens=seq_lens.to(slots.device),
+        out_cache_loc=slots,
+        seq_lens_sum=sum(lengths),
+        seq_lens_cpu=seq_lens,
+    )
 
-    Returns
-    -------
-    str
-        What was checked, with the largest error.
 
-    Raises
-    ------
-    Difference
+def check_lists(
+    pool: Any, layer_id: int, heads: int, scale: float, attend: Callable[..., torch.Tensor]
+) -> str:
+    """Attend lists of slots with a kernel, without an attention backend.
+
+    `attend` is as `SparseReader.attend`; unused entries of its kv_indices are -1.
     """
     requests = _Requests.at_random(pool, heads, len(_LENGTHS), max(_LENGTHS))
     rows = pool.get_row_buffer(layer_id)
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots))):
         _store(pool, SimpleNamespace(layer_id=layer_id), requests.slots, requests.keys)
-        counts = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device)
-        found = attend(requests.q, rows, requests.lists, counts, scale).cpu()
+        kv_lens = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device)
+        found = attend(requests.q, rows, requests.lists, kv_lens, scale).cpu()
     return _compare(found, requests, pool, layer_id, scale)
 
 

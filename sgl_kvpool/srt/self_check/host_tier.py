@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sgl_kvpool.srt.self_check.difference import Difference, require_same_bytes
-from sgl_kvpool.srt.self_check.pages import PageBytes, encoded, random_values
+from sgl_kvpool.srt.self_check.pages import Difference, PageBytes, encoded, random_values, require_same_bytes
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.slots import pages_of
 
@@ -23,7 +22,7 @@ __all__ = ["check_tier"]
 _ROWS = 61
 
 
-def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
+def check_tier(controller: Any, all_ranks: Callable[[bool], bool]) -> str:
     """Back up pages of all layers, compare the host's rows, load them into other pages of the device.
 
     Host and device slots come from SGLang's allocators and are freed again; all pages are restored. Ranks
@@ -33,13 +32,8 @@ def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
     ----------
     controller : HybridCacheController
         Controller of a `HierarchicalMLAHostPool`, without a transfer in progress.
-    everywhere : callable
+    all_ranks : callable
         Returns whether a condition holds on all ranks of the scheduler. Every rank makes the same calls.
-
-    Returns
-    -------
-    str
-        What was checked.
 
     Raises
     ------
@@ -47,7 +41,7 @@ def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
         A difference on this rank or on another one.
     """
     check = _TierCheck(controller)
-    if not everywhere(check.pages > 0):
+    if not all_ranks(check.pages > 0):
         return "no free page for the host tier's check"
     problem: Exception | None = None
     try:
@@ -57,7 +51,7 @@ def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
                 step()
             except Exception as error:  # after any exception, since other ranks wait for the result
                 problem = error
-            if not everywhere(problem is None):
+            if not all_ranks(problem is None):
                 raise problem or Difference("the host tier: another rank found a difference, see its log")
     finally:
         check.restore()
@@ -117,7 +111,7 @@ class _TierCheck:
         """Compare the host's rows, also those stored by other ranks: all ranks have finished `back_up`."""
         assert self._host is not None
         host, tier = self._host[0], self._tier
-        problem = tier.slots_problem(host)
+        problem = tier.host_indices_problem(host)
         if problem is not None:
             raise Difference(f"the host tier: {problem}, see the log")
         pages = torch.from_numpy(pages_of(host, tier.page_size))

@@ -1,8 +1,8 @@
-"""Access to the bytes of a pool's pages without the pool's methods, and rows to write into the pages."""
+"""Bytes of a pool's pages without the pool's methods, rows to write there, and the error for other bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,29 +13,23 @@ from sgl_kvpool.layout import RowFormat
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-__all__ = ["PageBytes", "decoded", "encoded", "random_values"]
+__all__ = ["Difference", "PageBytes", "decoded", "encoded", "random_values", "require_same_bytes"]
 
 
 class PageBytes:
     """Some pages of a pool in all layers, in SGLang's tensors or in the buffer that all layers share.
 
     `describe` is not used, since it needs classes of SGLang that a pool without a host tier does not need.
-
-    Parameters
-    ----------
-    pool : LayoutMLATokenToKVPool
-    pages : sequence of int
     """
 
     def __init__(self, pool: LayoutMLATokenToKVPool, pages: Sequence[int]):
         rows, page_size = pool.size // pool.page_size * pool.page_size + pool.page_size, pool.page_size
-        if pool.cross_layer is None:
+        if pool.placement is None or pool.cross_layer is None:
             tensors = [buffer.view(torch.uint8)[:rows].squeeze(1) for buffer in pool.kv_buffer]
             self._views = [tensor.unflatten(0, (-1, page_size)) for tensor in tensors]
         else:
-            group = pool.cross_layer.group
-            (layers,) = group.layers
-            self._views = [group.layer_view(layer.name).view(torch.uint8) for layer in layers if layer]
+            layers = pool.placement.arrangement.axes.index("L")
+            self._views = list(pool.placement.by_axes(pool.cross_layer.view(torch.uint8)).unbind(layers))
         self.pages = list(pages)
         self._index = torch.tensor(self.pages, device=pool.device)
         self._shape = (len(self.pages), pool.page_size, pool.row_format.row_bytes)
@@ -74,3 +68,31 @@ def decoded(rows: torch.Tensor, fmt: RowFormat, k_scale: float, dtype: torch.dty
     rope = values[:, rank:] if fmt.qk_rope_head_dim else None
     reference.gather_parts(rows, None, fmt, values[:, :rank], rope, k_scale)
     return values
+
+
+class Difference(Exception):
+    """A check failed; the text names what was checked and, if bytes or values are wrong, the place of one."""
+
+
+def require_same_bytes(
+    found: torch.Tensor, expected: torch.Tensor, feature: str, place: Callable[..., str]
+) -> None:
+    """Raise a Difference that names the first byte that differs.
+
+    Parameters
+    ----------
+    found, expected : Tensor [..., bytes], uint8
+        Rows on the CPU; another shape is a difference too.
+    place : callable
+        Takes the index of a row in `found`, one number per axis but the last; names the row.
+    """
+    if found.shape != expected.shape:
+        raise Difference(f"{feature}: {tuple(found.shape)} bytes were read, expected {tuple(expected.shape)}")
+    wrong = (found != expected).nonzero()
+    if len(wrong):
+        *row, byte = wrong[0].tolist()
+        found_byte, expected_byte = int(found[(*row, byte)]), int(expected[(*row, byte)])
+        raise Difference(
+            f"{feature}: byte {byte} of {place(*row)} is 0x{found_byte:02x}, expected 0x{expected_byte:02x} "
+            f"({len(wrong)} bytes differ)"
+        )

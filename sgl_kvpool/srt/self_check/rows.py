@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_kvpool.srt.self_check.difference import Difference, require_same_bytes
-from sgl_kvpool.srt.self_check.pages import PageBytes, decoded, encoded, random_values
+from sgl_kvpool.srt.self_check.pages import (
+    Difference,
+    PageBytes,
+    decoded,
+    encoded,
+    random_values,
+    require_same_bytes,
+)
 
 __all__ = ["check_rows", "layer_ids"]
 
@@ -27,17 +33,7 @@ def check_rows(pool: Any) -> str:
 
     The check uses the first, the middle and the last layer, and the first, a middle and the last page of
     SGLang's allocator; neighbours of the written rows have to keep their bytes, in every layer. The pages are
-    restored afterwards.
-
-    Parameters
-    ----------
-    pool : RowPool
-        A pool on any device. No request may use it meanwhile.
-
-    Returns
-    -------
-    str
-        What was checked.
+    restored afterwards. No request may use the pool meanwhile.
 
     Raises
     ------

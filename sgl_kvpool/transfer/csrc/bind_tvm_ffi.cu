@@ -1,4 +1,4 @@
-// Bindings of the engines for sglang.kernels.jit.
+// Bindings of the engines, which tvm-ffi loads.
 #include <tvm/ffi/function.h>
 
 #include "cuda_steps.cuh"

@@ -1,5 +1,6 @@
 """`sgl-kvpool doctor` on this machine, and on machines that are broken in some way."""
 
+import hashlib
 import json
 import os
 import resource
@@ -11,10 +12,14 @@ import time
 import pytest
 
 from sgl_kvpool.commands import doctor
-from sgl_kvpool.commands.doctor import probes
+from sgl_kvpool.commands.doctor import compiled_code, probes
 from sgl_kvpool.commands.doctor.probes import Finding
+from sgl_kvpool.layout import MLAKVCacheLayout
 
-PROBES = ["packages", "plugin", "hook points", "gpu", "would be used", "host"]
+PROBES = [
+    *("packages", "plugin", "compiled code", "hook points", "gpu", "would be used", "host"),
+    "folders of stores",
+]
 
 
 def run(*arguments, pythonpath=None, **environment):
@@ -24,7 +29,7 @@ def run(*arguments, pythonpath=None, **environment):
     if pythonpath:
         env["PYTHONPATH"] = str(pythonpath)
     return subprocess.run(
-        [sys.executable, "-m", "sgl_kvpool.cli", "doctor", *arguments],
+        [sys.executable, "-m", "sgl_kvpool", "doctor", *arguments],
         capture_output=True,
         text=True,
         timeout=600,
@@ -76,16 +81,14 @@ def test_what_would_be_used(healthy):
         assert facts["device"] == "cuda"
     else:
         assert facts["codec"] == "C++ encoder (torch's if there is no compiler), torch decoder"
-        assert all(
-            "kvpool_mla" in facts[name] for name in ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")
-        )
+        assert all("kvpool_mla" in facts[layout.value] for layout in MLAKVCacheLayout)
 
 
 def test_what_would_be_used_on_cuda_and_on_other_devices():
     facts = probes.used("cuda").facts
     assert facts["codec"] == "Triton kernels"
-    for layout in ("fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"):
-        assert facts[layout] == "attention by kvpool_mla, chosen by default"
+    for layout in set(MLAKVCacheLayout) - {MLAKVCacheLayout.BF16}:
+        assert facts[layout.value] == "attention by kvpool_mla, chosen by default"
     assert facts["bf16"] == "attention by a backend of SGLang's choice, or by kvpool_mla if you name it"
     # For other devices.
     facts = probes.used("xpu").facts
@@ -282,6 +285,52 @@ def test_a_broken_psutil(monkeypatch, tmp_path, source, expected):
     assert expected in found.problems[0]
     (tmp_path / "psutil.py").unlink()
     assert probes.in_child("host").facts["cores"] == os.cpu_count()
+
+
+def test_damaged_libraries_are_named(monkeypatch, tmp_path):
+    """Ours by their digest, those of SGLang, torch and others by the size in their header."""
+    for name in ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
+                 "FLASHINFER_WORKSPACE_BASE"):  # fmt: skip
+        monkeypatch.setenv(name, str(tmp_path / name))
+    source = tmp_path / "a.c"
+    source.write_text("int f(void) { return 1; }")
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", tmp_path / "a.so", source], check=True)
+    real = (tmp_path / "a.so").read_bytes()
+    assert compiled_code() == Finding(
+        {"folder": str(tmp_path / "TVM_FFI_CACHE_DIR" / "sgl_kvpool"), "libraries": 0, "size_bytes": 0}
+    )
+    own = tmp_path / "TVM_FFI_CACHE_DIR" / "sgl_kvpool"
+    theirs = [
+        tmp_path / name / "x" for name in ("TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
+    ]
+    theirs.append(tmp_path / "FLASHINFER_WORKSPACE_BASE" / ".cache" / "flashinfer")
+    for folder in (own, *theirs):
+        folder.mkdir(parents=True)
+    intact = own / f"m-1-2-{hashlib.sha256(real).hexdigest()[:16]}.so"
+    intact.write_bytes(real)
+    for folder in theirs:
+        (folder / "good.so").write_bytes(real)
+    found = compiled_code()
+    assert (found.problems, found.notes) == ([], [])
+    assert (found.facts["libraries"], found.facts["size_bytes"]) == (1, len(real))
+    (theirs[0] / "folder.so").mkdir()
+    (theirs[0] / "dangling.so").symlink_to(tmp_path / "gone")
+    intact.write_bytes(real[:-1])
+    for folder, length in zip(theirs, (0, 63, 5000, len(real) - 1), strict=True):
+        (folder / "bad.so").write_bytes(real[:length])
+    found = compiled_code()
+    assert found.notes == [f"{intact} is damaged; a server that needs it compiles it again"]
+    assert found.problems == [
+        f"{folder / 'bad.so'} is truncated, and a process that loads it ends with SIGBUS: delete {folder}"
+        for folder in (theirs[1], theirs[0], *theirs[2:])
+    ]
+    intact.unlink()
+    intact.symlink_to(intact)
+    assert compiled_code().notes == [f"{intact} is damaged; a server that needs it compiles it again"]
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert (
+        f"{intact} is damaged, and its folder is read-only: make it again there" in compiled_code().problems
+    )
 
 
 def test_machines_without_memory_or_compiler_for_a_host_tier(monkeypatch):

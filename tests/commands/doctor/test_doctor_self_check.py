@@ -5,17 +5,12 @@ import re
 import subprocess
 import sys
 
+from codec_oracle import narrower
 from host_tier import ARRANGEMENTS, LAYOUTS
 from test_doctor import PROBES, run
 
 #: Layouts that are narrower than that of the device, for its host tier.
-NARROWER = {
-    "bf16": ["fp8_block_scale", "fp4", "fp4_fp8_rope"],
-    "fp8": ["fp4", "fp4_fp8_rope"],
-    "fp8_block_scale": ["fp4", "fp4_fp8_rope"],
-    "fp4": ["fp4_fp8_rope"],
-    "fp4_fp8_rope": [],
-}
+NARROWER = {layout: narrower(layout) for layout in LAYOUTS}
 SPARSE = [f"{layout}, sparse" for layout in LAYOUTS]
 WITH_TIER = [
     *(f"{layout} {arrangement}" for layout in LAYOUTS for arrangement in ARRANGEMENTS),
@@ -30,6 +25,11 @@ def test_every_layout_passes():
     assert list(probes) == [*PROBES, "self-check"]
     facts = probes["self-check"]["facts"]
     on_cpu = facts.pop("device") == "cpu"
+    assert facts.pop("link", None) is None or not on_cpu
+    for layout in LAYOUTS:
+        encoded, decoded = re.findall(r"(\d+\.\d\d) GB/s", facts.pop(f"{layout} rows"))
+        assert 0 < float(encoded) < 1e5
+        assert 0 < float(decoded) < 1e5
     assert sorted(facts) == sorted([*WITH_TIER, *SPARSE])
     attention = "rows of 3 of 3 layers, attention of 3 requests with a largest error of "
     for name, found in facts.items():
@@ -52,8 +52,9 @@ print("@" + json.dumps(self_check()))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     facts, problems = json.loads(done.stdout.rpartition("@")[2])
     failed = [name for name, found in facts.items() if found == "failed"]
-    assert failed == [*(f"fp4 {one}" for one in ARRANGEMENTS), "fp4, host fp4_fp8_rope", "fp4, sparse"]
-    assert len(facts) == 1 + len(WITH_TIER) + len(SPARSE)
+    with_host = [f"fp4, host {host}" for host in narrower("fp4")]
+    assert failed == [*(f"fp4 {one}" for one in ARRANGEMENTS), *with_host, "fp4, sparse"]
+    assert len(facts) == 1 + len(LAYOUTS) + len(WITH_TIER) + len(SPARSE)
     for name, problem in zip(failed, problems, strict=True):
         assert problem.startswith(f"{name}: rows of fp4 written to the pool: byte ")
         assert problem.endswith("; do not serve this, and report it")

@@ -79,5 +79,5 @@ def test_names_of_drafts_are_looked_up_too(tmp_path):
         assert given("--page-size", "64", flag, "M/N") == ["--page-size", "64", flag, "/cache/M/N"]
         assert given(f"{flag}=M/N", "--x", "M/N") == [f"{flag}=/cache/M/N", "--x", "M/N"]
         assert given(flag, here) == [flag, here]
-        with pytest.raises(ValueError, match="not/a/draft does not exist"):
+        with pytest.raises(ValueError, match="'not/a/draft' does not exist"):
             given(flag, "not/a/draft")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from codec_oracle import ROW_BYTES
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands.named_model import find_model
@@ -58,7 +59,7 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "nowhere/at/all"], "nowhere/at/all does not exist"),
+        (["--model", "nowhere/at/all"], "'nowhere/at/all' does not exist; name"),
         (["--model", "/"], "/ has no config.json"),
         (["--model", __file__], "is not JSON"),
         (["--model", V32, "--", "--tp-size=4"], "--tp-size is set by this command"),
@@ -123,6 +124,7 @@ def answer(tokens=100_000, most=2048, **changes):
         "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
         "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
         "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
+        "is_capped": False, "stages": 1,
         "attention_copies": 1, "row_copies": 8, "draft_weights_gib": None, "requested_running_requests": None,
         "attention": {"prefill": "a", "decode": "b", "why": "c"}, "host": None,
         "model": {"name": "M", "kind": "dense", "linear_layers": 0, "layers_with_rows": 61,
@@ -173,7 +175,7 @@ def test_the_command_is_what_was_planned():
         others=["--chat-template", "a b"],
     )
     words = shlex.split(made.servers[0].command)
-    assert words[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "M/N"]
+    assert words[:4] == ["sglang", "serve", "--model-path", "M/N"]
     pairs = dict(itertools.pairwise(words))
     assert pairs["--kv-cache-layout"] == "bf16"
     assert pairs["--kv-host-layout"] == "fp4"
@@ -402,10 +404,11 @@ def test_a_run_from_the_shell(ran):
     made, picture = ran
     assert (made["schema"], made["tp_size"], made["context_tokens"]) == (1, 2, 131072)
     servers = {(server["layout"], server["host_layout"]): server for server in made["servers"]}
-    assert len(servers) == 1 + 5 + 4  # SGLang as it is, layouts, and those wider than the narrowest host tier
-    tokens = [
-        servers[name, None]["tokens"] for name in ("bf16", "fp8_block_scale", "fp8", "fp4", "fp4_fp8_rope")
-    ]
+    # SGLang as it is, layouts, and those wider than the narrowest host tier.
+    wider = [name for name, size in ROW_BYTES.items() if size > min(ROW_BYTES.values())]
+    assert len(servers) == 1 + len(ROW_BYTES) + len(wider)
+    in_order = sorted(ROW_BYTES, key=ROW_BYTES.get, reverse=True)
+    tokens = [servers[name, None]["tokens"] for name in in_order]
     assert tokens == sorted(tokens)
     assert all(server["refused"] is None for server in made["servers"])
     fp4 = servers["fp4", None]
@@ -413,5 +416,5 @@ def test_a_run_from_the_shell(ran):
     assert fp4["hicache_size_gb"] == 100
     assert fp4["host_slots"] > 0
     assert "--mamba-full-memory-ratio 0.3" in fp4["command"]
-    assert servers["bf16", "fp4_fp8_rope"]["host_tokens"] > servers["bf16", None]["host_tokens"]
+    assert servers["bf16", in_order[-1]]["host_tokens"] > servers["bf16", None]["host_tokens"]
     assert picture.startswith(b"\x89PNG")

@@ -5,7 +5,7 @@ import pytest
 from dsa_pools import dsa_pool
 from host_tier import ROW_BYTES, device_pool, stride_bytes
 
-from sgl_kvpool.commands.plan.host_tier import HostBytes, host_tokens, largest_whole_gb
+from sgl_kvpool.commands.plan.planned import HostBytes, host_tokens, largest_whole_gb
 
 INDEX_BYTES = 132
 

@@ -95,7 +95,7 @@ def construct_on_cpu():
 def steps_of(options):
     """Launches and calls of each step for one server, by the step's name."""
     from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-    from sgl_kvpool.commands.warmup import attention, contents
+    from sgl_kvpool.commands.warmup import attention, steps
     from sgl_kvpool.commands.warmup.served import Served
 
     layout = MLAKVCacheLayout(options.pop("layout"))
@@ -103,7 +103,7 @@ def steps_of(options):
     served = Served(name="a test", scale=0.1, layouts=(layout,), **options)
     attention.publish(served, "cpu")
     found = {}
-    for step in contents.steps_of_model(served, "cpu"):
+    for step in steps.steps_of_model(served, "cpu"):
         step.use()
         found[step.name.removeprefix(f"{layout}: ")] = {"launched": launched[:], "called": called[:]}
         launched.clear()

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import sgl_kvpool
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands.warmup.steps import Cache, Step, carry_out
 
-CPU = [sys.executable, "-m", "sgl_kvpool.cli", "warmup", "--device", "cpu"]
+PACKAGE = Path(sgl_kvpool.__file__).parent
+CPU = [sys.executable, "-m", "sgl_kvpool", "warmup", "--device", "cpu"]
 #: Loads the engine as a server's host tier does.
 LOAD_ENGINE = (
     "from sgl_kvpool.transfer.cpu_engine import engine_class; print(engine_class(required=True).name)"
@@ -54,7 +56,7 @@ def test_everything_is_compiled_once(warmed):
     folder, printed = warmed
     lines = printed.splitlines()
     assert lines[0] == "for a server on cpu"
-    assert lines[1] == f"  tvm-ffi in {folder / 'tvm'} (TVM_FFI_CACHE_DIR)"
+    assert lines[1] == f"  sgl-kvpool in {folder / 'tvm' / 'sgl_kvpool'} (TVM_FFI_CACHE_DIR)"
     assert lines[2] == f"  torch's extensions in {folder / 'torch'} (TORCH_EXTENSIONS_DIR)"
     assert [line.split(maxsplit=2)[2] for line in lines[3:6]] == [
         "compiled   CPU codec",
@@ -80,6 +82,35 @@ def test_another_process_needs_no_compiler(warmed, no_compiler, tmp_path):
     assert done.returncode == 1
     assert "c++: not found" in done.stderr
     assert compiled(tmp_path) == {}
+
+
+def test_a_rolled_back_package_and_its_older_header(warmed, no_compiler, tmp_path):
+    """Another installation of the same contents shares libraries; one with another header does not."""
+    folder, _ = warmed
+    before = compiled(folder)
+    shutil.copytree(PACKAGE, tmp_path / "sgl_kvpool", ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    command = [sys.executable, "-P", "-c", LOAD_ENGINE]
+    done = run(command, environment(folder, PATH=no_compiler, PYTHONPATH=str(tmp_path)))
+    assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr
+    header = tmp_path / "sgl_kvpool" / "transfer" / "csrc" / "copy_run.h"
+    header.write_text("#error an older header\n" + header.read_text())
+    os.utime(header, (0, 0))
+    done = run(command, environment(folder, PYTHONPATH=str(tmp_path)))
+    assert done.returncode == 1
+    assert "#error an older header" in done.stderr
+    assert compiled(folder) == before
+
+
+def test_a_damaged_library_is_compiled_again_and_counted(warmed):
+    folder, _ = warmed
+    (library,) = (folder / "tvm" / "sgl_kvpool").glob("sgl_kvpool_cpu_codec-*.so")
+    content = library.read_bytes()
+    library.unlink()
+    library.write_bytes(content[: len(content) // 2])
+    done = run(CPU, environment(folder))
+    assert done.stdout.splitlines()[-1] == "1 compiled, 2 cached, 0 failed"
+    assert f"{library} is damaged and is compiled again" in done.stderr
+    assert library.read_bytes() == content
 
 
 def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_path):
@@ -132,7 +163,7 @@ def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
             ["--device", "cpu", "--kv-host-engine", "staged"],
             "staged is not an engine of a server on cpu",
         ),
-        (["--device", "cpu", "--model", "/nowhere"], "/nowhere does not exist"),
+        (["--device", "cpu", "--model", "/nowhere"], "'/nowhere' does not exist"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
     ],
 )
@@ -159,8 +190,8 @@ def test_help_names_what_moves_the_caches(capsys):
         main(["warmup", "--help"])
     printed = capsys.readouterr().out
     for name in (
-        "TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
-        "FLASHINFER_WORKSPACE_BASE", "SGLANG_CACHE_DIR",
+        "TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
+        "SGLANG_CACHE_DIR",
     ):  # fmt: skip
         assert name in printed
 
@@ -168,7 +199,9 @@ def test_help_names_what_moves_the_caches(capsys):
 def test_caches_are_where_their_owners_put_them(tmp_path):
     """SGLang's import moves Triton's and FlashInfer's caches; each library reports its own folder."""
     code = (
-        "import sglang; from sgl_kvpool.commands.warmup.steps import CACHES as c\n"
+        "from sgl_kvpool.commands.warmup.steps import CACHES as c\n"
+        "before = [cache.folder() for cache in c.values()]; import sglang\n"
+        "assert before == [cache.folder() for cache in c.values()]\n"
         "import triton, flashinfer.jit.env as f, torch.utils.cpp_extension as t\n"
         "from sglang.kernels.jit.utils.compile.cache import cache_root\n"
         "assert str(c['triton'].folder()) == triton.knobs.cache.dir, triton.knobs.cache.dir\n"

@@ -53,7 +53,7 @@ def decodes(step):
     names = ("ROW_STRIDE", "PAGE", "PAGE_ROWS", "HEADS", "QUERIES", "SPLIT")
     launched = step["launched"]
     taken = [launch["arguments"] for launch in launched if launch["kernel"] in ("decode_kernel", GLUON)]
-    return {(*(a[n][1] for n in names), a["counts_ptr"][0], a["ids_list_stride"][1]) for a in taken}
+    return {(*(a[n][1] for n in names), a["kv_lens_ptr"][0], a["kv_indices_list_stride"][1]) for a in taken}
 
 
 def both(*server, counts, stride):

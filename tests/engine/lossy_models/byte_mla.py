@@ -9,10 +9,10 @@ base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 _run = TransferChannel.run
 
 
-def run(self, source_pages, target_pages, part=None):
+def run(self, transfer, part=None):
     if self.direction == "to_host":
         raise OSError(5, "lost on purpose")
-    _run(self, source_pages, target_pages, part)
+    _run(self, transfer, part)
 
 
 TransferChannel.run = run

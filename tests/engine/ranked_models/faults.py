@@ -20,12 +20,12 @@ def _befalls_us(fault):
     return get_parallel().tp_rank == 1 and (Path(os.environ["RANK_1_FAULTS"]) / fault).exists()
 
 
-def run(self, source_pages, target_pages, part=None):
+def run(self, transfer, part=None):
     if self.direction == "to_host" and _befalls_us("lose_backups"):
         raise OSError(5, "lost on purpose")
     if self.direction == "to_host" and _befalls_us("slow_backups"):
         time.sleep(0.3)
-    _run(self, source_pages, target_pages, part)
+    _run(self, transfer, part)
 
 
 def get(self, key, *args, **kwargs):

@@ -50,9 +50,10 @@ inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, b
   if (r->writer && !atomic) {
     u32 me = (u32)w.cta->linear + 1;
     u64 b = a - r->base;
+    __atomic_store_n(&r->accessed[b >> kAccessedShift], 1, __ATOMIC_RELAXED);
     for (u32 i = 0; i < size; i++) {
       u32 ww = __atomic_load_n(&r->writer[b + i], __ATOMIC_RELAXED);
-      if (ww && ww != me && (write || !w.cta->synced_global)) {
+      if (c.global_races && ww && ww != me && (write || !w.cta->synced_global)) {
         report("global race", w, in,
                fmt("%s byte %llu of region %s, written by CTA %u in the same launch", write ? "writes" : "reads",
                    (unsigned long long)(b + i), r->name.c_str(), ww - 1),
@@ -61,7 +62,7 @@ inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, b
       }
       if (write) {
         u32 rr = __atomic_load_n(&r->reader[b + i], __ATOMIC_RELAXED);
-        if (rr && rr != me && !w.cta->synced_global) {
+        if (c.global_races && rr && rr != me && !w.cta->synced_global) {
           report("global race", w, in,
                  fmt("writes byte %llu of region %s, read by CTA %u in the same launch", (unsigned long long)(b + i),
                      r->name.c_str(), rr - 1),

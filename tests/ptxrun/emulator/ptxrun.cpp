@@ -26,6 +26,27 @@ static char* handed(const string& s) {
   return p;
 }
 
+// The runs of bytes that a launch read or wrote: base of the region, first byte, bytes, 1 for writes.
+static string touched(const vector<Region>& regions) {
+  string j;
+  for (auto& r : regions)
+    for (int write = 0; write < 2; write++) {
+      const u32* cta = r.writer ? write ? r.writer : r.reader : nullptr;
+      for (u64 b = 0, n = r.end - r.base; cta && b < n; b++) {
+        if (!r.accessed[b >> kAccessedShift]) {
+          b |= (1 << kAccessedShift) - 1;  // to read the array here would page it in
+          continue;
+        }
+        if (!cta[b]) continue;
+        u64 start = b;
+        while (b < n && cta[b]) b++;
+        j += (j.empty() ? "[" : ",[") + fmt("%llu,%llu,%llu,%d]", (unsigned long long)r.base, (unsigned long long)start,
+                                           (unsigned long long)(b - start), write);
+      }
+    }
+  return j;
+}
+
 struct CRegion {
   u64 base, size;
   u32 readonly, pad;
@@ -34,7 +55,7 @@ struct CRegion {
 
 struct CConfig {
   u64 seed, limit;
-  u32 threads, uninit_regs, uninit_shared, races, global_races, approx, mma, quantum, timing, wgmma_registers;
+  u32 threads, uninit_regs, uninit_shared, races, global_races, approx, mma, quantum, timing, wgmma_registers, touched;
 };
 
 extern "C" {
@@ -129,15 +150,17 @@ int ptx_launch(void* mod, const char* entry, const u32* grid, const u32* block, 
       regions.push_back({m.global_regions[i].first, m.global_regions[i].first + m.global_regions[i].second, false,
                          m.global_names[i]});
     std::sort(regions.begin(), regions.end(), [](auto& a, auto& b) { return a.base < b.base; });
-    if (c.global_races && grid[0] * grid[1] * grid[2] > 1)
+    if (cc->touched || (c.global_races && grid[0] * grid[1] * grid[2] > 1))
       for (auto& r : regions) {
         size_t n = r.end - r.base;
-        if (r.readonly || n > 1ull << 34) continue;
+        if ((r.readonly && !cc->touched) || n > 1ull << 34) continue;
         for (u32** p : {&r.writer, &r.reader}) {
           shadows.emplace_back((u32*)calloc(n, 4), &free);
           *p = shadows.back().get();
         }
-        if (!r.reader) r.writer = nullptr;
+        shadows.emplace_back((u32*)calloc((n >> kAccessedShift) + 1, 1), &free);
+        r.accessed = (u8*)shadows.back().get();
+        if (!r.reader || !r.accessed) r.writer = nullptr;
       }
     int statics = m.module_shared + f.shared_bytes,
         base = (SHARED_BASE + statics + m.dynamic_align - 1) / m.dynamic_align * m.dynamic_align,
@@ -229,6 +252,7 @@ int ptx_launch(void* mod, const char* entry, const u32* grid, const u32* block, 
                (unsigned long long)total.bytes[i]);
       first = false;
     }
+  j += "],\"touched\":[" + (cc->touched ? touched(regions) : "");
   *out = handed(j + "]}");
   return error.empty() ? 0 : 1;
 }

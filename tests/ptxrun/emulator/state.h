@@ -7,11 +7,13 @@ namespace ptxrun {
 
 // Global memory that a launch may touch. `writer` and `reader` hold, for each byte, the number + 1 of the CTA that last
 // wrote and read it other than by atomics (0: none); they are null where races are not looked for.
+constexpr int kAccessedShift = 12;
 struct Region {
   u64 base, end;
   bool readonly;
   string name;
   u32 *writer = nullptr, *reader = nullptr;
+  u8* accessed = nullptr;  // for each 2^kAccessedShift bytes, whether either was set
 };
 
 // Options of ptxrun.py's `Module.launch`, where `timing_random` is called `timing`.

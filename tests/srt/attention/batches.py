@@ -12,13 +12,13 @@ def forward_batch(mode, slots, prefixes, seq_lens, rows):
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     fresh = [own[prefix:] for own, prefix in zip(slots, prefixes, strict=True)]
-    lengths, tokens = torch.tensor(seq_lens), sum(map(len, fresh))
+    lengths, tokens, device = torch.tensor(seq_lens), sum(map(len, fresh)), slots[0].device
     batch = ForwardBatch(
         forward_mode=ForwardMode[mode],
         batch_size=len(seq_lens),
-        input_ids=torch.zeros(tokens, dtype=torch.int64),
-        req_pool_indices=torch.tensor(rows),
-        seq_lens=lengths,
+        input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        req_pool_indices=torch.tensor(rows, device=device),
+        seq_lens=lengths.to(device),
         out_cache_loc=torch.cat(fresh),
         seq_lens_sum=int(lengths.sum()),
         seq_lens_cpu=lengths,

@@ -65,13 +65,13 @@ def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
 
 
 def build_pool(layout, k_scale=1.0, layer_id=LAYER):
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
     dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-    pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), {layer_id: k_scale})(
-        SLOTS, 1, dtype, RANK, ROPE, 1, "cpu", False, layer_id, layer_id
-    )
+    pool = LayoutMLATokenToKVPool(
+        SLOTS, 1, dtype, RANK, ROPE, 1, "cpu", False, layer_id, layer_id,
+        options=PoolOptions(layout, {layer_id: k_scale}),
+    )  # fmt: skip
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(0xFF)
     return pool

@@ -5,6 +5,7 @@ keys needs a GPU too: float64 attention over the kernel's arguments replaces it.
 """
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import codec_oracle as oracle
@@ -17,26 +18,26 @@ TOP_K, PAGE, TOKENS = 16, 64, 256
 DRAFTS = 3
 
 
-def make_pool(layout, *, stock=False):
+def make_pool(layout, *, stock=False, device="cpu"):
     """A pool of two layers, full of NaN; SGLang's own class with `stock`."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, PoolOptions
 
     scaled = layout == "fp8_block_scale"
     arguments = {
-        "dtype": torch.float8_e4m3fn if layout.startswith("fp8") else torch.bfloat16,
+        "dtype": torch.float8_e4m3fn if layout in ("fp8", "fp8_block_scale") else torch.bfloat16,
         "kv_cache_dim": RANK + 4 * RANK // 128 + 2 * ROPE if scaled else RANK + ROPE,
         "kv_lora_rank": RANK,
         "qk_rope_head_dim": ROPE,
         "layer_num": 2,
-        "device": "cpu",
+        "device": device,
         "enable_memory_saver": False,
         "start_layer": LAYER - 1,
         "end_layer": LAYER,
         "index_head_dim": 128,
     }
-    kind = DSATokenToKVPool if stock else LayoutDSATokenToKVPool.bind(layout)
+    kind = DSATokenToKVPool if stock else partial(LayoutDSATokenToKVPool, options=PoolOptions(layout))
     pool = kind(TOKENS, PAGE, **arguments)
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
@@ -122,26 +123,33 @@ def attend(q, keys, rank, scale):
 class Case:
     """Requests with random keys at random slots; `prefixes` of their `lengths` tokens are already stored.
 
-    Each token of a batch attends a random selection of its request's tokens up to itself, at most `TOP_K`.
+    Each token of a batch attends a random selection of its request's tokens up to itself, at most `top_k`.
     """
+
+    device, top_k = "cpu", TOP_K
 
     def __init__(self, layout, lengths, prefixes, prefill, decode, *, stock=False, **attributes):
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
-        self.pool = make_pool(layout, stock=stock)
-        self.backend = make_backend(self.pool, prefill, decode, **attributes)
+        self.pool = make_pool(layout, stock=stock, device=self.device)
+        self.backend = self.make_backend(prefill, decode, **attributes)
         self.layer = radix_attention()
         generator = torch.Generator().manual_seed(7)
         slots = (
             torch.randperm(TOKENS, generator=generator)[: sum(lengths)] + PAGE
         )  # the first page is reserved
-        self.slots = list(slots.split(lengths))
-        self.keys = [torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths]
+        self.slots = [part.to(self.device) for part in slots.split(lengths)]
+        self.keys = [
+            torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16().to(self.device) for n in lengths
+        ]
         self.rows = [5, 2, 7, 1][: len(lengths)]  # in the request table
         for row, own in zip(self.rows, self.slots, strict=True):
             self.backend.req_to_token[row, : len(own)] = own.int()
         for own, keys, prefix in zip(self.slots, self.keys, prefixes, strict=True):
             if prefix:
                 self.store(own[:prefix], keys[:prefix])
+
+    def make_backend(self, prefill, decode, **attributes):
+        return make_backend(self.pool, prefill, decode, **attributes)
 
     def store(self, slots, keys):
         self.pool.set_mla_kv_buffer(self.layer, slots, keys[..., :RANK], keys[..., RANK:])
@@ -151,18 +159,18 @@ class Case:
         lengths = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
         batch = forward_batch(mode, self.slots, self.prefixes, lengths, self.rows)
         if batch.extend_seq_lens_cpu is not None:
-            batch.extend_prefix_lens = torch.tensor(batch.extend_prefix_lens_cpu)
-            batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu)
+            batch.extend_prefix_lens = torch.tensor(batch.extend_prefix_lens_cpu, device=self.device)
+            batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu, device=self.device)
         return batch
 
     def chosen(self):
-        """`[tokens, TOP_K]` positions within a request that each token attends, padded with -1."""
+        """`[tokens, top_k]` positions within a request that each token attends, padded with -1."""
         generator = torch.Generator().manual_seed(9)
         lists = []
         for length, prefix in zip(self.lengths, self.prefixes, strict=True):
             for position in range(prefix, length):
-                places = torch.randperm(position + 1, generator=generator)[:TOP_K]
-                lists.append(torch.nn.functional.pad(places, (0, TOP_K - len(places)), value=-1))
+                places = torch.randperm(position + 1, generator=generator)[: self.top_k]
+                lists.append(torch.nn.functional.pad(places, (0, self.top_k - len(places)), value=-1))
         return torch.stack(lists).int()
 
     def run(self, mode, *, planned_as=None):
@@ -171,7 +179,7 @@ class Case:
         batch = self.batch(mode)
         keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
         generator = torch.Generator().manual_seed(8)
-        self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=generator).bfloat16()
+        self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=generator).bfloat16().to(self.device)
         forward = self.backend.forward_decode if mode == "DECODE" else self.backend.forward_extend
         out = forward(
             self.q[..., :RANK].reshape(len(keys), -1),
@@ -181,12 +189,13 @@ class Case:
             batch,
             q_rope=self.q[..., RANK:],
             k_rope=keys[..., RANK:],
-            topk_indices=self.chosen(),
+            topk_indices=self.chosen().to(self.device),
         )
         return out.view(len(keys), HEADS, RANK)
 
     def stored(self, keys):
         """Values of keys after the oracle's encoding and decoding."""
+        keys = keys.cpu()
         nope, rope = keys[:, 0, :RANK], keys[:, 0, RANK:]
         row_bytes = self.pool.kv_buffer[0][0].nbytes
         rows = oracle.encode(nope, rope, self.layout, RANK, ROPE, row_bytes, 1.0)
@@ -203,13 +212,13 @@ class Case:
         `from_pool` decodes the pool's bytes instead: SGLang's own writer, which is not under test and runs in
         Triton's interpreter, wrote them.
         """
-        out, chosen, t = [], self.chosen(), 0
+        out, chosen, t, queries = [], self.chosen(), 0, self.q.cpu()
         for keys, slots, prefix in zip(self.keys, self.slots, self.prefixes, strict=True):
-            values = keys[:, 0].double() if fresh_as_computed else self.stored(keys)
+            values = keys[:, 0].cpu().double() if fresh_as_computed else self.stored(keys)
             values = self.in_pool(slots) if from_pool else values
             for _ in range(len(keys) - prefix):
                 places = [p for p in chosen[t].tolist() if p >= 0]
-                out.append(attend(self.q[t].double(), values[places], RANK, SCALE))
+                out.append(attend(queries[t].double(), values[places], RANK, SCALE))
                 t += 1
         return torch.stack(out)
 

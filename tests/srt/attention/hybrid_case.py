@@ -62,11 +62,11 @@ def make_pool(
     layout, mamba_pool, *, arrangement="layer_major", page_size=1, rope=64, mla_layers=MLA_LAYERS, **more
 ):
     """A pool whose bytes are all 0xFF: NaN where an encoding has one."""
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool, PoolOptions
 
     k_scales = {layer: K_SCALES.get(layer, 0.75) for layer in mla_layers}
-    bound = LayoutHybridLinearKVPool.bind(layout, k_scales, arrangement=arrangement)
-    pool = bound(
+    pool = LayoutHybridLinearKVPool(
+        options=PoolOptions(layout, k_scales, arrangement),
         size=TOKENS, page_size=page_size, head_num=1, head_dim=72, device="cpu", mamba_pool=mamba_pool,
         dtype=torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16, use_mla=True, kv_lora_rank=RANK,
         qk_rope_head_dim=rope, full_attention_layer_ids=list(mla_layers), **more,
@@ -79,7 +79,7 @@ def make_pool(
 def whole_buffers(pool):
     """All bytes of a pool's buffers, with those of other layers and padding."""
     rows = pool.full_kv_pool
-    tensors = rows.kv_buffer if rows.cross_layer is None else [rows.cross_layer.group.tensor]
+    tensors = rows.kv_buffer if rows.cross_layer is None else [rows.cross_layer]
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
@@ -202,10 +202,10 @@ class HybridCase:
         """Put SGLang's wrapper around our backend, as the scheduler does; later steps go through it."""
         from sglang.srt.layers.attention import attention_registry
 
-        from sgl_kvpool.sglang_plugin.hooks import hybrid
+        from sgl_kvpool.sglang_plugin.hooks import pools
 
         own = inspect.unwrap(attention_registry.attn_backend_wrapper)
-        self.backend = hybrid._wrap_for_model(own, self.runner, full or self.full)
+        self.backend = pools._wrap_for_model(own, self.runner, full or self.full)
         self.linear = self.backend.linear_attn_backend
         return self.backend
 

@@ -1,6 +1,6 @@
 """kvpool_mla over token-major and page-major pools: other layers' bytes are poison, nothing is copied.
 
-A4, B2 and B5 are items of the vLLM checklist of tests/memory.
+A4, B2 and B5 are items of the vLLM checklist of tests/connectors.
 """
 
 import itertools

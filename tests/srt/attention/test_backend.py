@@ -42,17 +42,17 @@ def runner(pool, *layers, device="cpu"):
 
 
 def make_pool(layout, k_scales=None, arrangement="layer_major", page_size=1):
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
     dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-    pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), k_scales, arrangement=arrangement)(
-        SLOTS, page_size, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER
-    )
+    pool = LayoutMLATokenToKVPool(
+        SLOTS, page_size, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER,
+        options=PoolOptions(layout, k_scales, arrangement),
+    )  # fmt: skip
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
     if pool.cross_layer is not None:
-        pool.cross_layer.group.tensor.fill_(-1)  # 0xFF in the other layers and the padding too
+        pool.cross_layer.fill_(-1)  # 0xFF in the other layers and the padding too
     return pool
 
 

@@ -150,7 +150,6 @@ def test_prefill_in_other_modes_and_chunks(mode, split, monkeypatch):
     case.backend._reader.workspace_tokens = 16
     # The last request has one new token, so the decode kernel attends it, over the row just stored.
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=[True, True, False]))
-    assert case.backend.kv_indptr[:4].tolist() == [0, 50, 111, 114]  # read by the one-shot MHA form
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "TARGET_VERIFY"])
@@ -224,6 +223,27 @@ def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monke
     assert case.backend.forward_metadata.use_ragged is False
 
 
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_chunks_of_the_mha_form_are_planned_from_lengths_on_the_host(one_shot, monkeypatch):
+    """Two chunks of 32 tokens; in one shot the keys are whole sequences."""
+    case = CudaCase("fp4", [50, 61, 3], [43, 20, 0], monkeypatch)
+    runner, batch = case.backend.mha_chunk_kv_cache, case.batch("EXTEND")
+    for name in ("extend_prefix_lens", "seq_lens"):
+        setattr(batch, name, None)  # on a GPU, reading them would wait
+    batch.num_prefix_chunks, batch.mha_one_shot = 2, one_shot
+    batch.prefix_chunk_seq_lens_cpu = torch.tensor([[32, 20, 0], [11, 0, 0]])
+    runner.update_wrapper(batch)
+    wrappers = [*runner.chunk_ragged_wrappers, runner.ragged_wrapper]
+    planned = [
+        arguments for wrapper in wrappers for name, arguments in wrapper.calls if name == "begin_forward"
+    ]
+    assert [call["qo_indptr"].tolist() for call in planned] == [[0, 7, 48, 51]] * 3
+    whole = [0, 50, 111, 114] if one_shot else [0, 7, 48, 51]
+    assert [call["kv_indptr"].tolist() for call in planned] == [[0, 32, 52, 52], [0, 11, 11, 11], whole]
+    assert [call["causal"] for call in planned] == [False, False, True]
+    assert all(call["kv_indptr"].dtype == torch.int32 for call in planned)
+
+
 def test_the_mha_form_is_sglangs(monkeypatch):
     """A layer with multi-head keys is passed to the base class with all arguments, and nothing is stored."""
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
@@ -243,10 +263,10 @@ def test_the_mha_form_is_sglangs(monkeypatch):
 def test_lse_of_the_mha_form_is_natural(monkeypatch):
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMhaChunkKVRunner
 
-    from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
+    from sgl_kvpool.srt.attention.mha_form import ChunkRunner
 
     runner = CudaCase("fp4", [9], [3], monkeypatch).backend.mha_chunk_kv_cache
-    assert type(runner) is NaturalLSEChunkRunner
+    assert type(runner) is ChunkRunner
     base2 = torch.tensor([[3.0, float("-inf")]])  # log2(8); a request without rows
     for given in ("out", ("out", base2)):
         monkeypatch.setattr(FlashInferMhaChunkKVRunner, "forward", lambda self, *a, given=given: given)

@@ -16,11 +16,13 @@ from test_host_attention import SCALE, make_pool, oracle_attention
 
 from sgl_kvpool.srt.attention.extend import (
     ExtendReader,
+    bounds,
     extend_workspace,
     extend_workspace_bytes,
     plan_extend,
+    rows_of_requests,
+    split_prefixes,
 )
-from sgl_kvpool.srt.attention.extend_batch import bounds, rows_of_requests, split_prefixes
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -156,18 +158,21 @@ class Refusing(Paged):
     """FlashInfer's wrapper for a batch that its kernel does not take."""
 
     def plan(self, **arguments):
-        raise ValueError("causal tile bound")
+        from flashinfer.mla._batch_mla._backends._capabilities import _BackendPlanUnsupportedError
+
+        raise _BackendPlanUnsupportedError("causal tile bound")
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128, 12, 20, 24, 40])
 def test_flashinfer_refuses_heads_that_do_not_divide_its_tile(heads):
     """FlashInfer's own check: a tile has 64 query-head rows, or 128 if requests average more than 64."""
+    from flashinfer.mla._batch_mla._backends._capabilities import _BackendPlanUnsupportedError
     from flashinfer.mla._batch_mla._backends._fa_common import _validate_fa_causal_tile_bound
 
     def refused(stored):
         try:
             _validate_fa_causal_tile_bound([64], [stored + 64], heads, "fa3", torch.bfloat16, "cuda")
-        except ValueError as refusal:
+        except _BackendPlanUnsupportedError as refusal:
             return "causal tile boundary is unsupported" in str(refusal)
         return False
 
@@ -183,6 +188,19 @@ def test_a_batch_that_flashinfer_refuses_is_attended_in_chunks(monkeypatch, capl
     assert [record.message for record in caplog.records] == [
         "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: causal tile bound"
     ]
+
+
+def test_metadata_that_flashinfer_rejects_is_an_error(monkeypatch):
+    """Its ValueError for malformed arguments: a mistake of the caller, and not of the batch."""
+
+    class Checking(Paged):
+        def plan(self, **arguments):
+            raise ValueError("kv_len_arr must have dtype torch.int32")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    batch = Batch("fp4", [0, 23], [4, 3])
+    with pytest.raises(ValueError, match="kv_len_arr"):
+        batch.attend(reader_of(batch, 35, wrapper=Checking()))
 
 
 def test_batches_beyond_32_bit_offsets_are_refused():

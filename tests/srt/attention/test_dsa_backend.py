@@ -2,6 +2,7 @@
 
 import inspect
 
+import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
@@ -12,12 +13,10 @@ pytestmark = pytest.mark.usefixtures("published", "hooked")
 EXTENDS = ["EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"]
 #: Prefill and decode implementations per layout: FlashMLA's, or ours under SGLang's names.
 PAIRS = {
-    "bf16": ("flashmla_sparse", "flashmla_sparse"),
+    **dict.fromkeys(["bf16", *oracle.OURS_ALONE], ("flashmla_sparse", "flashmla_sparse")),
     "fp8_block_scale": ("flashmla_sparse", "flashmla_kv"),
-    "fp4": ("flashmla_sparse", "flashmla_sparse"),
-    "fp4_fp8_rope": ("flashmla_sparse", "flashmla_sparse"),
 }
-RAGGED = ("fp8_block_scale", "fp4", "fp4_fp8_rope")
+RAGGED = oracle.PACKED
 PREFIXES = {"none": [0, 0, 0], "some": [0, 29, 6], "all": [8, 29, 6]}
 LENGTHS = [9, 40, 7]
 
@@ -27,9 +26,9 @@ def hooked(monkeypatch):
     """Our hooks in this process, `torch.cat` uncompiled, torch in place of a kernel that asserts a GPU."""
     from sglang.srt.layers.attention import dsa_backend
 
-    from sgl_kvpool.sglang_plugin.hooks import dsa
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    dsa.install()
+    hook_groups.apply(hook_groups.named("sparse attention"))
     monkeypatch.setattr(dsa_backend, "_compiled_cat", torch.cat)
     monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", seen_lengths)
 
@@ -126,20 +125,20 @@ def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
     assert seeds.tolist() == slots.tolist()
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", ["bf16", *oracle.OURS_ALONE])
 def test_decode(layout, kernel):
     case = Case(layout, LENGTHS, [8, 39, 6], *PAIRS[layout])
     close(run(case, "DECODE"), case.wanted())
-    assert kernel.dtypes == ([] if layout.startswith("fp4") else [torch.bfloat16])
+    assert kernel.dtypes == ([] if layout in oracle.OURS_ALONE else [torch.bfloat16])
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", ["bf16", *oracle.OURS_ALONE])
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 def test_verify_and_draft_extend(layout, mode, kernel):
     lengths = [n + DRAFTS for n in (1, 37, 20)]
     case = Case(layout, lengths, [1, 37, 20], *PAIRS[layout])
     close(run(case, mode), case.wanted())
-    assert kernel.dtypes == ([] if layout.startswith("fp4") else [torch.bfloat16])
+    assert kernel.dtypes == ([] if layout in oracle.OURS_ALONE else [torch.bfloat16])
     assert case.backend.forward_metadata.topk_indices_offset is None
 
 

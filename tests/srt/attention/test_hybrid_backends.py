@@ -7,6 +7,8 @@ import pytest
 import torch
 from hybrid_case import K_SCALES, LAYOUTS, MLA_LAYERS, PLACED, HybridCase
 
+from sgl_kvpool.srt.pool import RowPool
+
 pytestmark = pytest.mark.usefixtures("published")
 
 
@@ -91,10 +93,8 @@ def test_each_layer_waits_for_its_own_load(mode, monkeypatch):
 def test_row_numbers_are_worked_out_once_per_step(on_cuda, monkeypatch):
     """And again in the next step: SGLang refills the same tensor of slots."""
     case = HybridCase("fp4", [30, 9], [29, 8], monkeypatch, on_cuda=on_cuda, **PLACED[4])
-    rows = case.pool.full_kv_pool
-    asked = []
-    original = type(rows).slot_to_row
-    monkeypatch.setattr(type(rows), "slot_to_row", lambda self, s: asked.append(1) or original(self, s))
+    asked, original = [], RowPool.slot_to_row
+    monkeypatch.setattr(RowPool, "slot_to_row", lambda self, s: asked.append(1) or original(self, s))
     batch = case.batch("DECODE")
     for _ in range(2):
         case.backend.init_forward_metadata(batch)

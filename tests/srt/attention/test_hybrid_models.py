@@ -158,12 +158,12 @@ class HybridServer(Server):
     def __init__(self, layout="bf16", k_scale=1.0):
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
-        from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+        from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool, PoolOptions
 
         super().__init__(layout, k_scale=k_scale)
         layer = self.attention.layer_id
-        bound = LayoutHybridLinearKVPool.bind(layout, {1: 7.0, layer: k_scale})
-        self.pool = bound(
+        self.pool = LayoutHybridLinearKVPool(
+            options=PoolOptions(layout, {1: 7.0, layer: k_scale}),
             size=deepseek_layer.SLOTS, page_size=1, head_num=1, head_dim=72, device="cpu", mamba_pool=None,
             dtype=torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16, use_mla=True,
             kv_lora_rank=RANK, qk_rope_head_dim=ROPE, full_attention_layer_ids=[1, layer],

@@ -234,11 +234,11 @@ def test_lightning_attention_is_not_told_the_dtype_of_rows(layout, monkeypatch):
 
 
 def test_lightning_attention_beside_another_pool_is_left_alone():
-    from sgl_kvpool.sglang_plugin.hooks import hybrid
+    from sgl_kvpool.sglang_plugin.hooks import pools
 
     backend = SimpleNamespace(linear_attn_backend=SimpleNamespace(kv_cache_dtype_str="fp8_e4m3"))
     runner = SimpleNamespace(token_to_kv_pool=object())
-    assert hybrid._wrap_for_model(lambda *a: backend, runner, None) is backend
+    assert pools._wrap_for_model(lambda *a: backend, runner, None) is backend
     assert backend.linear_attn_backend.kv_cache_dtype_str == "fp8_e4m3"
     plain = SimpleNamespace()
-    assert hybrid._wrap_for_model(lambda *a: plain, runner, None) is plain
+    assert pools._wrap_for_model(lambda *a: plain, runner, None) is plain

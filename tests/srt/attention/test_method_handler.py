@@ -10,7 +10,7 @@ from deepseek_layer import BACKEND, HEADS, NOPE, Q_RANK, RANK, ROPE, V_DIM, Serv
 
 pytestmark = pytest.mark.usefixtures("published")
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+LAYOUTS = oracle.LAYOUTS
 MODES = [
     *("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"),
     *("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "PREBUILT"),
@@ -288,11 +288,11 @@ def test_all_methods_store_the_same_rows(layers, monkeypatch, layout):
     decoded = oracle.decode(expected, layout, RANK, ROPE, k_scale)
     values = torch.cat([nope, rope], -1).float().numpy()
     error = ((decoded - values) ** 2).sum() / (values**2).sum()
-    limits = {"bf16": 1e-9, "fp8": 0.03, "fp8_block_scale": 0.03, "fp4": 0.1, "fp4_fp8_rope": 0.1}
+    limits = oracle.by_latent({"bf16": 1e-9, "e4m3 / k_scale": 0.03, "e4m3 in tiles": 0.03, "e2m1": 0.1})
     assert error**0.5 < limits[layout]
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", oracle.NARROW)
 def test_prefixes_are_read_back_decoded(layout, monkeypatch):
     """One-shot MHA and absorbed attend the same stored rows; chunked MHA attends its own tokens unrounded."""
     server = Server(layout, k_scale=0.5)

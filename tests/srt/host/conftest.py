@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,8 +31,7 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
     `store` is the folder of the `file` backend. Another controller over the same folder represents a
     restarted server or, with `rank`, another process of a server with `tp_size` or `pp_size`.
     """
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
+    from host_tier import controller_over
     from sglang.srt.runtime_context import (
         SpawnRanks,
         get_parallel,
@@ -58,18 +58,7 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
         publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
         if store:
             monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
-        allocator = PagedTokenToKVPoolAllocator(
-            pool.size, page_size=pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
-        )
-        group = hybrid_pool_assembler.build_kv_only_group(
-            page_size=pool.page_size, kv_pool=pool, use_mla=True,
-            full_layer_mapping={layer: layer for layer in range(pool.layer_num)},
-        )  # fmt: skip
-        controller = hybrid_cache_controller.HybridCacheController(
-            allocator, group, pool.page_size, process_group, threading.Event(), write_policy="write_through",
-            io_backend=io_backend, storage_backend=store and "file", model_name=model_name,
-            transfer_layer_id_max=pool.layer_num,
-        )  # fmt: skip
+        controller = controller_over(pool, process_group, io_backend, store and "file", model_name)
         made.append(controller)
         return controller
 
@@ -105,8 +94,8 @@ def direct(controller_of):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Replaces CUDA kernels of SGLang's index-key pool by CPU copies; a list of the kernels called."""
-    from sglang.srt.mem_cache.pool_host import common
+    """Replaces CUDA kernels of SGLang's host pools by CPU copies; a list of those called for index keys."""
+    from sglang.srt.mem_cache.pool_host import common, mha
     from sglang.srt.mem_cache.pool_host import dsa as pool_host
 
     called = []
@@ -151,6 +140,28 @@ def kernels(monkeypatch):
         transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf,
     ):  # fmt: skip
         monkeypatch.setattr(pool_host, kernel.__name__, kernel, raising=False)
+
+    def transfer_kv_per_layer_pf_lf(
+        *, src_k, dst_k, src_v, dst_v, src_indices, dst_indices, layer_id, item_size, src_layout_dim
+    ):
+        for there, here in ((dst_k, src_k), (dst_v, src_v)):
+            begin = here.data_ptr() + layer_id * item_size
+            item_copies(
+                there.data_ptr(), item_size, begin, src_layout_dim, dst_indices, src_indices, item_size
+            )
+
+    def transfer_kv_all_layer_lf_pf(
+        *, src_k_layers, dst_k, src_v_layers, dst_v, src_indices, dst_indices, item_size, dst_layout_dim,
+        num_layers,
+    ):  # fmt: skip
+        for there, layers in ((dst_k, src_k_layers), (dst_v, src_v_layers)):
+            assert num_layers == len(layers)
+            for index, source in enumerate(layers.tolist()):
+                begin = there.data_ptr() + index * item_size
+                item_copies(begin, dst_layout_dim, source, item_size, dst_indices, src_indices, item_size)
+
+    for kernel in (transfer_kv_per_layer_pf_lf, transfer_kv_all_layer_lf_pf):
+        monkeypatch.setattr(mha, kernel.__name__, kernel, raising=False)
     # SGLang's pool of index keys pins its memory whatever the device.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
     return called
@@ -219,6 +230,140 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
         made.clear()
         del model
         gc.collect()
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    restore_context(before)
+
+
+@pytest.fixture
+def every(no_reserve, published, process_group, kernels, monkeypatch):
+    """`every(kind, ...)`: an `EveryByte` of every_model.py, built by SGLang with our hooks.
+
+    `automatic`: the arguments name no ratio, so that SGLang chooses 2 and lowers it.
+    """
+    from every_model import KINDS, build
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import hook_groups
+
+    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
+    before, made = snapshot_context(), []
+
+    def model(
+        kind,
+        layout="fp4",
+        host=None,
+        page_size=64,
+        tree="rust",
+        pages=16,
+        slots=8,
+        ratio=2.0,
+        automatic=False,
+        store=None,
+    ):
+        args = ServerArgs(
+            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
+            hicache_mem_layout="page_first", hicache_io_backend="kernel",
+            hicache_write_policy="write_through", hicache_ratio=None if automatic else ratio,
+            hicache_storage_backend=store and "file", served_model_name="model",
+            hicache_storage_backend_extra_config=store and STORE_CONFIGURATIONS["file"],
+            hicache_storage_prefetch_policy="wait_complete",
+        )  # fmt: skip
+        get_parallel().clear_stamp()
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        if store:
+            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
+        # The chunk size of the model's kernels; there is no model config to derive it from.
+        monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda args: page_size)
+        with get_parallel().override(world_group=SimpleNamespace(cpu_group=process_group)):
+            found = build(
+                KINDS[kind], args, process_group, layout, host or layout, page_size, pages, slots, tree
+            )
+        made.append(found)
+        return found
+
+    yield model
+    for each in made:
+        if each.controller.enable_storage:
+            each.controller.detach_storage_backend()
+        atexit.unregister(each.cache.shutdown)
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    restore_context(before)
+
+
+@pytest.fixture
+def dense_of(no_reserve, published, process_group, monkeypatch):
+    """`dense_of(pages, ...)`: a `DenseModel` over a pool of `pages` pages, built by SGLang with our hooks."""
+    from types import SimpleNamespace
+
+    from dense_model import DenseModel
+    from host_tier import device_pool
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_auto_size import auto_size_hicache
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import hook_groups
+
+    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
+    before = snapshot_context()
+    made = []
+
+    def build(pages, folder=None, attached=False, layout="fp4", page_size=4, tree=None, **arguments):
+        """`folder` is that of the `file` store, which the server gets at start if it is `attached`."""
+        args = ServerArgs(
+            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
+            hicache_storage_backend="file" if attached else None, served_model_name="model",
+            hicache_storage_backend_extra_config=STORE_CONFIGURATIONS["file"] if attached else None,
+            hicache_storage_prefetch_policy="wait_complete", **arguments,
+        )  # fmt: skip
+        args.resolve_once()
+        get_parallel().clear_stamp()
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        if folder is not None:
+            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+        pool = device_pool(layout, page_size=page_size, pages=pages + 1, start_layer=0)
+        allocator = PagedTokenToKVPoolAllocator(
+            pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+        )
+        params = CacheInitParams(
+            disable=False, req_to_token_pool=SimpleNamespace(size=4), token_to_kv_pool_allocator=allocator,
+            page_size=page_size, tree_components=(ComponentType.FULL,), tp_cache_group=process_group,
+            tree_core_backend=tree,
+        )  # fmt: skip
+        cache = UnifiedRadixCache(params)
+        world = SimpleNamespace(cpu_group=process_group)
+        with get_parallel().override(world_group=world), auto_size_hicache(params, None, enabled=True):
+            cache.init_hicache(args, params)
+        cache.load_back_threshold = 1
+        assert isinstance(cache.load_cache_event, type(threading.Event()))
+        made.append(DenseModel(cache, pool, page_size))
+        return made[-1]
+
+    yield build
+    for model in made:
+        if model.controller.enable_storage:
+            model.controller.detach_storage_backend()
+        # SGLang's registration would keep the tiers until the last test has ended.
+        atexit.unregister(model.cache.shutdown)
     get_parallel().clear_stamp()
     publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
     restore_context(before)

@@ -2,13 +2,13 @@
 
 import itertools
 import math
+import threading
 
 import numpy as np
 import torch
+from codec_oracle import LAYOUTS, ROW_BYTES
 
 LAYERS, START, PAGES = 3, 5, 5  # page 0 takes the writes of padded tokens
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
-LAYOUTS = list(ROW_BYTES)
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 LABELS = ["page_first", "page_first_direct"]
 CASES = list(itertools.product(LAYOUTS, ARRANGEMENTS, [1, 2, 61, 64, 128]))
@@ -19,13 +19,14 @@ GUARD = 0xEE
 
 def device_pool(layout, arrangement="layer_major", page_size=4, pages=PAGES, layers=LAYERS, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
+    chosen = {name: extra.pop(name) for name in ("k_scales", "readers", "host_tier") if name in extra}
     shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
     return LayoutMLATokenToKVPool(
         size=(pages - 1) * page_size, page_size=page_size,
         dtype={"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[shown],
-        kv_cache_layout=layout, kv_cache_arrangement=arrangement,
+        options=PoolOptions(layout, arrangement=arrangement, **chosen),
         **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": layers, "device": "cpu",
            "enable_memory_saver": False, "start_layer": START, **extra},
     )  # fmt: skip
@@ -44,7 +45,7 @@ def memory(pool):
     """The bytes of a pool, one flat array per buffer."""
     if pool.cross_layer is None:
         return [layer.view(torch.uint8).view(-1).numpy() for layer in pool.kv_buffer]
-    return [pool.cross_layer.group.tensor.view(-1).numpy().view(np.uint8)]
+    return [pool.cross_layer.view(-1).numpy().view(np.uint8)]
 
 
 def rows(pool):
@@ -87,6 +88,26 @@ def fill(pool, seed=0):
     generator = np.random.default_rng(seed)
     for layer in rows(pool):
         layer[...] = generator.integers(0, 256, layer.shape, dtype=np.uint8)
+
+
+def controller_over(pool, process_group, io_backend, store=None, model_name="model"):
+    """SGLang's controller of a pool, whose host tier SGLang builds; `store` names a backend of stores."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
+
+    allocator = PagedTokenToKVPoolAllocator(
+        pool.size, page_size=pool.page_size, dtype=pool.dtype, device=pool.device, kvcache=pool,
+        need_sort=False,
+    )  # fmt: skip
+    group = hybrid_pool_assembler.build_kv_only_group(
+        page_size=pool.page_size, kv_pool=pool, use_mla=True,
+        full_layer_mapping={layer: layer for layer in range(pool.layer_num)},
+    )  # fmt: skip
+    return hybrid_cache_controller.HybridCacheController(
+        allocator, group, pool.page_size, process_group, threading.Event(), write_policy="write_through",
+        io_backend=io_backend, storage_backend=store, model_name=model_name,
+        transfer_layer_id_max=pool.layer_num,
+    )  # fmt: skip
 
 
 def slots(pages, page_size):

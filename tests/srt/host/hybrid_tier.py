@@ -83,8 +83,9 @@ def hybrid_pool(
     **extra,
 ):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool, PoolOptions
 
+    chosen = {name: extra.pop(name) for name in ("k_scales", "readers", "host_tier") if name in extra}
     shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype(is_dsa=sparse)
     if sparse:
         named = dsa_pools.arguments(layout)
@@ -92,8 +93,8 @@ def hybrid_pool(
     return LayoutHybridLinearKVPool(
         size=tokens, dtype={"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[shown],
         page_size=page_size, head_num=2, head_dim=8, device="cpu", full_attention_layer_ids=list(layers),
-        mamba_pool=states, use_mla=True, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_layout=layout,
-        kv_cache_arrangement=arrangement, **extra,
+        mamba_pool=states, use_mla=True, kv_lora_rank=512, qk_rope_head_dim=64,
+        options=PoolOptions(layout, arrangement=arrangement, **chosen), **extra,
     )  # fmt: skip
 
 
@@ -183,8 +184,11 @@ class Model(TreeModel):
         size = sum(part[:, 0].size for part in state_tensors(self.states))
         return _bytes(b"state" + array("q", tokens).tobytes(), size)
 
-    def put(self, tokens):
-        """Compute a prompt: new rows behind the prefix that the tree holds, and a state at its end."""
+    def put(self, tokens, settle=True):
+        """Compute a prompt: new rows behind the prefix that the tree holds, and a state at its end.
+
+        Without `settle`, its backup is not acknowledged, and locks them.
+        """
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
         slots, had = self.put_rows(tokens)
@@ -201,7 +205,8 @@ class Model(TreeModel):
         )
         if result.mamba_exist:
             self.requests.mamba_allocator.free(state)
-        self.settle()
+        if settle:
+            self.settle()
 
     def pages_of(self, slots):
         return slots.numpy()[:: self.page_size] // self.page_size

@@ -17,7 +17,7 @@ def everything(model):
 
 def check(ranks, model):
     """The result of the self-check on this rank, and whether pool and tier are unchanged."""
-    from sgl_kvpool.sglang_plugin.hooks.ranks import everywhere
+    from sgl_kvpool.sglang_plugin.hooks.ranks import all_ranks
     from sgl_kvpool.srt.self_check import Difference, check_tier
 
     # Ranks read the same bytes from the shared tier, so their pools must hold the same rows, as in a server.
@@ -27,7 +27,7 @@ def check(ranks, model):
     dist.barrier()
     before = everything(model)
     try:
-        found = check_tier(model.controller, lambda good: everywhere(model.controller, good))
+        found = check_tier(model.controller, lambda good: all_ranks(model.controller, good))
     except Difference as difference:
         found = str(difference)
     dist.barrier()
@@ -47,9 +47,9 @@ def other_byte(broken):
             for channel in model.tier._channels.to_host:
                 run = channel.run
 
-                def changed(device_pages, host_pages, *rest, _run=run):
-                    _run(device_pages, host_pages, *rest)
-                    page_memory(model.tier)[np.asarray(host_pages), 3] ^= 1
+                def changed(transfer, *rest, _run=run):
+                    _run(transfer, *rest)
+                    page_memory(model.tier)[np.asarray(transfer.host_pages), 3] ^= 1
 
                 ranks.patch.setattr(channel, "run", changed)
         return check(ranks, model)
@@ -85,10 +85,10 @@ CASES = {
 
 
 def main():
-    from sgl_kvpool.sglang_plugin.hooks import sharing
-    from sgl_kvpool.srt.host.node_ranks import NodeRanks
+    from sgl_kvpool.sglang_plugin.hooks import ranks as agreement
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks
 
-    sharing.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
+    agreement.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
     # `Rank.run` looks cases up in sharing_ranks.
     sharing_ranks.CASES = CASES
     go_through(Rank, CASES)

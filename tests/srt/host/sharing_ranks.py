@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from codec_oracle import ROW_BYTES, narrower
 from dense_model import DenseModel
 from host_tier import ARRANGEMENTS, LAYOUTS, device_pool
 from rank_processes import go_through
@@ -136,9 +137,9 @@ class Rank:
             run, own = channel.run, []
             kept.append(own)
 
-            def counted(device_pages, host_pages, *rest, _run=run, _own=own):
-                _own.extend(int(page) for page in host_pages)
-                _run(device_pages, host_pages, *rest)
+            def counted(transfer, *rest, _run=run, _own=own):
+                _own.extend(int(page) for page in transfer.host_pages)
+                _run(transfer, *rest)
 
             self.patch.setattr(channel, "run", counted)
         return kept
@@ -213,7 +214,7 @@ def refused_backup(rank):
         model = ranks.model()
         with pytest.MonkeyPatch.context() as patched:
             if ranks.rank == rank:
-                patched.setattr(model.tier, "device_slots_problem", lambda slots: "bad on purpose")
+                patched.setattr(model.tier, "device_indices_problem", lambda slots: "bad on purpose")
             model.put(LONGER)
         model.put(OTHER)
         model.evict()
@@ -336,9 +337,9 @@ def on_machines(case):
     """Runs a case with the last rank on a machine of its own."""
 
     def run(ranks):
-        from sgl_kvpool.srt.host import node_ranks
+        from sgl_kvpool.srt.host import shared_segment
 
-        ranks.patch.setattr(node_ranks, "_machine", lambda: ("machine", ranks.rank // 2))
+        ranks.patch.setattr(shared_segment, "_machine", lambda: ("machine", ranks.rank // 2))
         return case(ranks)
 
     return run
@@ -462,7 +463,8 @@ def with_heads(target):
     )  # fmt: skip
 
 
-NARROWER = {"bf16": "fp4", "fp8": "fp4_fp8_rope", "fp8_block_scale": "fp4"}
+#: The narrowest host layout of each layout that has one.
+NARROWER = {layout: min(hosts, key=ROW_BYTES.get) for layout in LAYOUTS if (hosts := narrower(layout))}
 CASES = {
     **{f"{layout}-{arrangement}": there_and_back(layout, arrangement)
        for layout in LAYOUTS for arrangement in ARRANGEMENTS},
@@ -496,11 +498,11 @@ CASES = {
 
 
 def main():
-    from sgl_kvpool.sglang_plugin.hooks import sharing
-    from sgl_kvpool.srt.host.node_ranks import NodeRanks
+    from sgl_kvpool.sglang_plugin.hooks import ranks as agreement
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks
 
     # The attention-TP group of a server, which a process without a model does not have.
-    sharing.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
+    agreement.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
     go_through(Rank, CASES)
 
 

@@ -94,9 +94,9 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host import tier_bytes
 
-    monkeypatch.setattr(HierarchicalMLAHostPool, "takes", staticmethod(lambda pool: False))
+    monkeypatch.setattr(tier_bytes, "has_our_tier", lambda pool: False)
     # Registering memory needs a CUDA driver.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
     names = []
@@ -176,6 +176,22 @@ def test_bad_device_lists_are_not_backed_up(controller_of, failures, bad):
     assert failures() == {"backup_pages": 1}
 
 
+def test_a_load_is_one_transfer_until_a_layer_is_loaded_again(controller_of, monkeypatch):
+    """SGLang passes the same two tensors for each layer; the same tensors may also be a later load's."""
+    tier = tier_of(controller_of(device_pool("fp4", pages=9)))
+    backup(tier, [1, 2], [3, 5])
+    (channel,) = tier._channels.to_device
+    seen, run = [], channel.run
+    monkeypatch.setattr(channel, "run", lambda transfer, part: (seen.append(transfer), run(transfer, part)))
+    lists = [(slots([1, 2], 4), slots([3, 5], 4)) for _ in range(2)]
+    for host, device in (lists[0], lists[0], lists[1], (lists[1][0], lists[0][1])):
+        for layer in range(LAYERS):
+            tier.load_to_device_per_layer(None, host, device, layer, "kernel")
+    loads = [seen[first : first + LAYERS] for first in range(0, len(seen), LAYERS)]
+    assert [len(set(map(id, load))) for load in loads] == [1] * 4
+    assert len(set(map(id, seen))) == 4
+
+
 # ------------------------------------------------------------------ engines that fail
 
 
@@ -189,10 +205,10 @@ class Broken:
     def __init__(self, plan):
         self.plan = plan
 
-    def copy(self, source_pages, target_pages, part=None):
+    def copy(self, transfer, part=None):
         group = self.plan.target_group
         for layer in group.layers if part is None else [group.layers[part]]:
-            self.plan.target.view(group, layer.runs)[target_pages[:1]] = 0x55
+            self.plan.target.view(group, layer.runs)[transfer.page_indices()[1][:1]] = 0x55
         raise OSError(5, "broken on purpose")
 
 
@@ -255,13 +271,13 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
         tier.load_to_device_per_layer(None, lost, slots([3, 5], 4), 0, "kernel")
     # After another backup, the pages are valid again.
     backup(tier, pages(lost), [2, 6])
-    assert tier.slots_problem(lost) is None
+    assert tier.host_indices_problem(lost) is None
     tier._lost.set(pages(lost), True)
     # The next owner of the pages writes them again.
     tier.free(lost)
     everything = tier.alloc(tier.available_size())
     assert set(lost.tolist()) <= set(everything.tolist())
-    assert tier.slots_problem(lost) is None
+    assert tier.host_indices_problem(lost) is None
 
 
 def test_a_draft_whose_backup_was_lost_is_a_miss(controller_of, failures, monkeypatch):

@@ -156,6 +156,71 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
     assert len(set(states.device_indices.tolist())) == 2
 
 
+# -------------------------------------------------------------------- states locked by copies
+
+
+def locked(model):
+    """Fill the pool of states with prompts whose backups are not acknowledged; returns the prompts."""
+    prompts = [prompt(4, 100 * at) for at in range(model.states.size)]
+    for tokens in prompts:
+        model.put(tokens, settle=False)
+    assert model.requests.mamba_allocator.available_size() == 0
+    assert model.cache.mamba_evictable_size() == 0
+    return prompts
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_hit_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
+    """The request needs a slot for its own copy of the state that it continues."""
+    model = hybrid_of(tree=tree)
+    prompts = locked(model)
+    model.check(prompts[-1], 4)
+    model.evict()
+    for tokens in prompts:
+        model.check(tokens, 4)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_donation_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
+    """A request that goes on gives its state to the tree, and needs another slot (SGLang's 36770)."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    model = hybrid_of(tree=tree)
+    locked(model)
+    slot = model.cache.components[ComponentType.MAMBA]._alloc_mamba_slot()
+    assert len(slot) == 1
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_batch_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
+    """New requests need slots too, here three at once: `alloc_req_slots` raises where they are missing."""
+    from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
+
+    model = hybrid_of(tree=tree)
+    locked(model)
+    new = [Request(str(at)) for at in range(3)]
+    for request in new:
+        request.kv.mamba_ping_pong_track_buffer = []  # allocated before
+    assert ensure_mamba_capacity(model.requests, new, model.cache)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_hit_waits_for_the_loads_that_lock_all_states(hybrid_of, tree):
+    model = hybrid_of(tree=tree, slots=4)
+    first, second = prompt(4), prompt(4, 100)
+    for tokens in (first, second):
+        model.put(tokens)
+    model.evict()
+    for tokens in (first, second):
+        request = Request()
+        model.go_on(tokens, request, cow_mamba=True, req=request)  # a slot for the node, and one for itself
+        model.requests.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
+    model.put(prompt(4, 200), settle=False)
+    model.put(prompt(4, 300), settle=False)
+    assert model.cache.mamba_evictable_size() == model.requests.mamba_allocator.available_size() == 0
+    model.check(first, 4)
+
+
 # -------------------------------------------------------------------- sizes
 
 

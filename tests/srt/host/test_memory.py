@@ -35,9 +35,9 @@ def test_what_sglang_keeps_free(published):
     """Our copy of SGLang's reserve, which the demo and the doctor read without importing SGLang."""
     from sglang.srt.mem_cache.pool_host import base
 
-    from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
+    from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 
-    assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == KEPT_FREE_BYTES
+    assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == RESERVED_BYTES
 
 
 def test_a_real_limit_of_memory(no_reserve):

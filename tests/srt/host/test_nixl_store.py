@@ -71,6 +71,19 @@ def test_nixl_round_trip(nixl_of, failures, layout, direct_io, page_size, layers
     assert failures() == {}
 
 
+def test_bytes_after_a_nixl_page_are_not_read(nixl_of, failures):
+    build, folder = nixl_of
+    was = filled(tier_of(first := build("fp4", False)))
+    assert put(first)
+    for path in files(folder).values():
+        with path.open("ab") as file:
+            file.write(b"more")
+    hits, memory = get(build("fp4", False))
+    assert hits == 4
+    assert np.array_equal(memory[GOT, :-16], was[PUT, :-16])
+    assert failures() == {}
+
+
 @pytest.mark.parametrize("layout", ["fp4", "fp8"])
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("damage", ["cut and filled up", "cut", "empty", "of another key"])

@@ -11,8 +11,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.srt.host.page_checksum import checksum, damage, first_damage, write_checksum, write_checksums
-from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, HostPageFormat
+from sgl_kvpool.srt.host.page_format import (
+    CHECKSUM_BYTES,
+    HostPageFormat,
+    checksum,
+    damage,
+    first_damage,
+    write_checksum,
+    write_checksums,
+)
 from sgl_kvpool.transfer.slots import pages_of, slot_list_problem
 
 

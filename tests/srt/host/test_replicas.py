@@ -43,11 +43,11 @@ def files(store):
 
 def stored(controller, keys, pages):
     """Back up pages of the pool, then store them, on SGLang's threads; returns SGLang's completed tokens."""
-    host_slots = controller.write(slots(pages, PAGE_SIZE))
+    host_indices = controller.write(slots(pages, PAGE_SIZE))
     for ack in controller.ack_write_queue:
         ack.finish_event.synchronize()
     controller.ack_write_queue.clear()
-    controller.write_storage(host_slots, list(range(len(host_slots))), hash_value=keys)
+    controller.write_storage(host_indices, list(range(len(host_indices))), hash_value=keys)
     return controller.ack_backup_queue.get(timeout=20).completed_tokens
 
 

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from codec_oracle import narrower
 from host_tier import (
     ARRANGEMENTS,
     LABELS,
@@ -59,7 +60,7 @@ def test_pages_of_the_same_layout(controller_of, layout, arrangement, page_size,
 
 @pytest.mark.parametrize(
     ("layout", "host"),
-    [("bf16", "fp8_block_scale"), ("bf16", "fp4"), ("fp8_block_scale", "fp4"), ("fp8", "fp4_fp8_rope")],
+    [(layout, host) for layout in LAYOUTS for host in narrower(layout)],
 )
 def test_pages_of_a_narrower_layout(controller_of, layout, host):
     from sgl_kvpool.srt.self_check import check_tier
@@ -155,8 +156,8 @@ def test_a_load_of_other_pages(controller_of, host, monkeypatch):
     tier = tier_of(controller)
     load = tier.load_to_device_per_layer
 
-    def swapped(pool, host_slots, device_slots, *more, **named):
-        load(pool, host_slots.roll(4), device_slots, *more, **named)
+    def swapped(pool, host_indices, device_indices, *more, **named):
+        load(pool, host_indices.roll(4), device_indices, *more, **named)
 
     monkeypatch.setattr(tier, "load_to_device_per_layer", swapped)
     assert "rows of bf16 loaded from the host tier: byte 0 of layer 0, token 0" in difference(controller)

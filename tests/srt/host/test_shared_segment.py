@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kvpool.srt.host.allocation_log import AllocationLog, first_difference
-from sgl_kvpool.srt.host.lost_pages import LostPages
+from sgl_kvpool.srt.host.shared_tier import AllocationLog, LostPages, first_difference
 
 HERE = Path(__file__).resolve().parent
 RANKS = 3
@@ -22,8 +21,7 @@ from pathlib import Path
 rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 meet = dist.FileStore(str(folder / "meet"), ranks)
 dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks)
-from sgl_kvpool.srt.host.node_ranks import NodeRanks
-from sgl_kvpool.srt.host.shared_segment import SharedSegment
+from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
 """
 #: If a rank ends while others still communicate with it, gloo aborts them; and sometimes it aborts a
 #: rank that destroys its process group ("terminate called without an active exception").
@@ -105,8 +103,8 @@ def test_a_machine_that_cannot_map_the_memory_refuses_on_all_machines(tmp_path):
     statuses, printed = run(
         tmp_path,
         """
-        from sgl_kvpool.srt.host import node_ranks
-        node_ranks._machine = lambda: ("machine", rank // 2)
+        from sgl_kvpool.srt.host import shared_segment
+        shared_segment._machine = lambda: ("machine", rank // 2)
         node = NodeRanks.of(dist.group.WORLD)
         assert (node.count, node.rank, node.fewest) == ((2, rank, 1) if rank < 2 else (1, 0, 1))
         if rank == 2:
@@ -125,11 +123,11 @@ def test_a_machine_that_cannot_map_the_memory_refuses_on_all_machines(tmp_path):
 
 def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path):
     """Some sandboxes lack the file in /proc."""
-    from sgl_kvpool.srt.host import node_ranks
+    from sgl_kvpool.srt.host import shared_segment
 
-    monkeypatch.setattr(node_ranks, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(shared_segment, "_BOOT_ID", tmp_path / "boot_id")
     with pytest.raises(ValueError, match="boot_id .* cannot be read .*; give --kv-host-sharing rank"):
-        node_ranks._machine()
+        shared_segment._machine()
 
 
 def test_no_memory_is_left_when_all_were_killed(tmp_path):
@@ -178,7 +176,7 @@ def test_a_rank_cannot_clear_what_another_one_lost():
 @pytest.mark.parametrize("page_size", [1, 2, 61])
 def test_ranks_divide_a_backup(page_size):
     """Each host page goes to one rank with its device page; the device list may be on a GPU."""
-    from sgl_kvpool.srt.host.node_ranks import NodeRanks
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks
     from sgl_kvpool.srt.host.shared_tier import SharedTier
     from sgl_kvpool.transfer.slots import DevicePages
 

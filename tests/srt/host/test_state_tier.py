@@ -160,9 +160,9 @@ def test_a_slot_has_one_owner(caplog):
     tier = state_tier(state_pool())
     assert tier.size == 6 * 2 + 1
     mine = tier.alloc(3)
-    assert tier.slots_problem(mine) is None
+    assert tier.host_indices_problem(mine) is None
     assert tier.free(mine) == 3
-    assert tier.slots_problem(mine) == "a host page of the list is not allocated"
+    assert tier.host_indices_problem(mine) == "a host page of the list is not allocated"
     assert tier.free(mine[:2]) == 0  # twice
     assert "are already free" in caplog.text
     assert tier.available_size() == tier.size
@@ -185,13 +185,13 @@ def test_a_lost_slot_is_lost_until_it_is_written(failures, monkeypatch):
         torch_too(channels, patched)
         tier.backup_from_device_all_layer(None, slots, torch.tensor([1, 2]), "kernel")
     assert failures() == {"backup": 1, "backup_lost": 1}
-    assert "lost in its backup" in tier.slots_problem(slots)
+    assert "lost in its backup" in tier.host_indices_problem(slots)
     with pytest.raises(ValueError, match="lost in its backup"):
         tier.get_data_page(int(slots[0]))
     with pytest.raises(RuntimeError, match="lost in its backup"):
         move(tier, "load", slots.tolist(), [1, 2])
     move(tier, "backup", slots.tolist(), [1, 2])
-    assert tier.slots_problem(slots) is None
+    assert tier.host_indices_problem(slots) is None
 
 
 def test_what_is_not_carried_is_refused(monkeypatch):
@@ -205,8 +205,6 @@ def test_what_is_not_carried_is_refused(monkeypatch):
     )
     with pytest.raises(ValueError, match="extra_0 beside the states .*leave out --enable-hierarchical-cache"):
         state_tier(pool)
-    with pytest.raises(ValueError, match="--hicache-mem-layout layer_first is not one of page_first"):
-        state_tier(state_pool(), "layer_first")
     with pytest.raises(ValueError, match="a draft's pool has 4 state slots, its target's 7"):
         state_tier(state_pool(), draft_pools=[state_pool(slots=3, layers=[0])])
 
@@ -262,7 +260,7 @@ def test_stores_get_the_order_of_sglang(kind):
 
 
 def test_pages_that_are_not_what_was_stored():
-    from sgl_kvpool.srt.host.page_checksum import DamagedPage
+    from sgl_kvpool.srt.host.page_format import DamagedPage
 
     pool = state_pool()
     fill_states(pool)
@@ -345,7 +343,8 @@ def test_a_size_is_split_by_the_bytes_of_the_host(host):
     rows, kept = tier_bytes.split(8.0)
     assert rows + kept == pytest.approx(8.0)
     assert rows / token / 30 == pytest.approx(kept / slot / 6)
-    assert tier_bytes.planned_gb(2.0, 0) == pytest.approx((2 * 30 * 2 * 1152e-9, 2 * 6 * slot * 1e-9))
+    planned = 2 * 30 * 1152 / row * token, 2 * 6 * slot
+    assert tier_bytes.planned_gb(2.0, 0) == pytest.approx(tuple(n * 1e-9 for n in planned))
 
 
 # -------------------------------------------------------------------- GPU engines, over emulated streams
@@ -358,21 +357,21 @@ def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, noth
     """Through page buffers that hold a whole slot of states, and through smaller ones for a few parts."""
     from emulated import calls, tools
 
-    from sgl_kvpool.transfer import page_buffer
+    from sgl_kvpool.transfer import gpu_engine
     from sgl_kvpool.transfer.engines import GPU_ENGINES
-    from sgl_kvpool.transfer.slots import DevicePages
+    from sgl_kvpool.transfer.slots import DevicePages, Transfer
 
     pool = state_pool(kind)
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]
     tier = state_tier(pool)
     (channel,), (back,) = tier._channels.to_host, tier._channels.to_device
-    monkeypatch.setattr(page_buffer, "_SLOT_BYTES", slot_bytes)
-    staged = page_buffer.staged_state_bytes(tier.page_bytes, tier._view.largest_part_bytes)
+    monkeypatch.setattr(gpu_engine, "_SLOT_BYTES", slot_bytes)
+    staged = gpu_engine.staged_state_bytes(tier.page_bytes, tier._view.largest_part_bytes)
     assert staged <= max(slot_bytes, tier._view.largest_part_bytes)
     there, here = np.array([7, 0, 4]), DevicePages(torch.tensor([2, 6, 3]), 1)
     store = GPU_ENGINES[engine](channel.plan, tools(staged), True)  # keep it: its steps are only enqueued
-    store.copy(here, there)
+    store.copy(Transfer(there, here, to_host=True))
     calls().play(1)
     expected = np.full_like(host_bytes(tier), GUARD)
     for host, slot in zip([7, 0, 4], [2, 6, 3], strict=True):
@@ -381,9 +380,10 @@ def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, noth
     guard(pool)
     load = GPU_ENGINES[engine](back.plan, tools(staged), False)
     there, here = np.array([4, 7, 7]), DevicePages(torch.tensor([1, 5, 2]), 1)
+    transfer = Transfer(there, here, to_host=False)
     for layer in range(3):
         for part in tier._view.parts_by_layer[layer]:
-            load.copy(there, here, part)
+            load.copy(transfer, part)
     calls().play(2)
     for part, before in zip(state_tensors(pool), was, strict=True):
         wanted = np.full_like(part, GUARD)

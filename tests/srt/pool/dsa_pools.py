@@ -16,22 +16,12 @@ SLOTS, PAGES = SIZE + PAGE, SIZE // PAGE + 1
 LAYOUTS = oracle.LAYOUTS
 #: (latent, rope): DeepSeek-V3.2 and GLM-5, a model without rope, a model with 264-byte rows.
 GEOMETRIES = [(512, 64), (512, 0), (256, 0)]
-#: Bytes of an unpadded row by layout, in the order of the geometries.
-ROW_BYTES = {
-    "bf16": (1152, 1024, 512),
-    "fp8": (576, 512, 256),
-    "fp8_block_scale": (656, 528, 264),
-    "fp4": (416, 288, 144),
-    "fp4_fp8_rope": (352, 288, 144),
-}
 CASES = [(layout, *geometry) for layout in LAYOUTS for geometry in GEOMETRIES]
-#: Dtype that SGLang sees.
+#: Dtype that SGLang sees; bfloat16 for rows that none of its kernels reads.
 DTYPES = {
-    "bf16": torch.bfloat16,
+    **dict.fromkeys(LAYOUTS, torch.bfloat16),
     "fp8": torch.float8_e4m3fn,
     "fp8_block_scale": torch.float8_e4m3fn,
-    "fp4": torch.bfloat16,
-    "fp4_fp8_rope": torch.bfloat16,
 }
 #: An index key has 128 one-byte values and a float32; a page of 64 has 64 x 128 bytes, then 64 x 4.
 INDEX_BYTES, INDEX_PAGE_BYTES = 132, 64 * 132
@@ -39,7 +29,8 @@ GUARD = 0xEE
 
 
 def row_bytes(layout, rank=512, rope=64):
-    return ROW_BYTES[layout][GEOMETRIES.index((rank, rope))]
+    """Bytes of an unpadded row."""
+    return oracle.row_bytes(layout, rank, rope, align=1)
 
 
 def arguments(layout, rank=512, rope=64, **extra):
@@ -47,18 +38,19 @@ def arguments(layout, rank=512, rope=64, **extra):
     values = {
         "size": SIZE, "page_size": PAGE, "dtype": DTYPES[layout], "kv_lora_rank": rank,
         "qk_rope_head_dim": rope, "layer_num": LAYERS, "start_layer": START, "index_head_dim": 128,
-        "kv_cache_dim": ROW_BYTES[layout][GEOMETRIES.index((rank, rope))]
-        if layout == "fp8_block_scale" else rank + rope,
+        "kv_cache_dim": row_bytes(layout, rank, rope) if layout == "fp8_block_scale" else rank + rope,
         "device": "cpu", "enable_memory_saver": False,
     }  # fmt: skip
     return {**values, **extra}
 
 
 def dsa_pool(layout, rank=512, rope=64, options=None, **extra):
-    """Our pool, as SGLang's builder makes it; `options` are arguments of `bind`."""
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
+    """Our pool, as SGLang's builder makes it; `options` are those of `PoolOptions`."""
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, PoolOptions
 
-    return LayoutDSATokenToKVPool.bind(layout, **(options or {}))(**arguments(layout, rank, rope, **extra))
+    return LayoutDSATokenToKVPool(
+        options=PoolOptions(layout, **(options or {})), **arguments(layout, rank, rope, **extra)
+    )
 
 
 def stock_pool(layout, rank=512, rope=64, **extra):

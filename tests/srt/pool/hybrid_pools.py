@@ -5,19 +5,14 @@ from types import SimpleNamespace
 import dsa_pools
 import numpy as np
 import torch
+from codec_oracle import row_bytes
 
 MLA_LAYERS, LINEAR_LAYERS = [1, 3, 4], [0, 2, 5]
 PAGE, SIZE, SLOTS_OF_STATES = 4, 12, 6
 LAYOUTS = dsa_pools.LAYOUTS
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 #: Bytes of a row with 512 latent and 64 rope values, and of a row without rope.
-ROW_BYTES = {
-    "bf16": (1152, 1024),
-    "fp8": (576, 512),
-    "fp8_block_scale": (656, 528),
-    "fp4": (416, 288),
-    "fp4_fp8_rope": (352, 288),
-}
+ROW_BYTES = {layout: (row_bytes(layout), row_bytes(layout, rope=0)) for layout in LAYOUTS}
 #: Dtype that SGLang sees.
 DTYPES = {layout: torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16 for layout in LAYOUTS}
 
@@ -61,10 +56,10 @@ def hybrid_pool(
     layout, arrangement="layer_major", rope=64, sparse=False, k_scales=None, options=None, **extra
 ):
     """Our pool, as the plugin makes it; `options` are arguments of `bind`."""
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool, PoolOptions
 
-    bound = LayoutHybridLinearKVPool.bind(layout, k_scales, arrangement=arrangement, **(options or {}))
-    return bound(**arguments(layout, rope, sparse, **extra))
+    chosen = PoolOptions(layout, k_scales, arrangement, **(options or {}))
+    return LayoutHybridLinearKVPool(options=chosen, **arguments(layout, rope, sparse, **extra))
 
 
 def stock_pool(layout, **extra):
@@ -92,7 +87,7 @@ def rows(pool, layer_id):
     if inner.cross_layer is None:
         tensor = inner.kv_buffer[place]
         return tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
-    everything = inner.cross_layer.group.tensor.view(torch.uint8).numpy().reshape(-1)
+    everything = inner.cross_layer.view(torch.uint8).numpy().reshape(-1)
     layers, slots, page = inner.layer_num, pool.size + pool.page_size, pool.page_size
     if str(inner.kv_cache_arrangement) == "token_major":
         return everything.reshape(slots, layers, -1)[:, place]

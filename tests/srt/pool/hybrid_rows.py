@@ -17,7 +17,7 @@ from hybrid_pools import (
     state_tensors,
 )
 
-PACKED = ["fp8_block_scale", "fp4", "fp4_fp8_rope"]
+PACKED = oracle.PACKED
 GUARD = 0xEE
 everywhere = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 #: Page size -> size of the pool, and slots: the last one, and for 61 and 64 both sides of a page boundary.
@@ -74,7 +74,7 @@ def written_by(method, pool, layer_id, loc, nope, rope):
 def locations(kind, pool, slots):
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from sgl_kvpool.srt.pool.arranged import RowWriteLoc
+    from sgl_kvpool.srt.pool.row_pool import RowWriteLoc
 
     if kind == "tensor":
         return slots

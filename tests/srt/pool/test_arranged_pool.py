@@ -1,6 +1,6 @@
 """LayoutMLATokenToKVPool in every arrangement: the same rows at other addresses, no other byte changes.
 
-A1, A5, B2 and B3 are items of the vLLM checklist of tests/memory.
+A1, A5, B2 and B3 are items of the vLLM checklist of tests/connectors.
 """
 
 import itertools
@@ -21,24 +21,25 @@ PAGES = 5  # with the padded page
 
 def make_pool(layout, arrangement, page_size=4, pages=PAGES, size=None, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
+    chosen = {name: extra.pop(name) for name in ("k_scales", "readers", "host_tier") if name in extra}
     layout = MLAKVCacheLayout(layout)
     shown = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[layout.sglang_kv_cache_dtype()]
     pool = LayoutMLATokenToKVPool(
         size=(pages - 1) * page_size if size is None else size, page_size=page_size, dtype=shown,
-        kv_cache_layout=layout, kv_cache_arrangement=arrangement,
+        options=PoolOptions(layout, arrangement=arrangement, **chosen),
         **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": LAYERS, "device": "cpu",
            "enable_memory_saver": False, "start_layer": START, **extra},
     )  # fmt: skip
     if pool.cross_layer is not None:
-        pool.cross_layer.group.tensor.fill_(-18)  # 0xEE
+        pool.cross_layer.fill_(-18)  # 0xEE
     return pool
 
 
 def raw(pool):
     """The buffer's bytes as numpy, without our own views."""
-    return pool.cross_layer.group.tensor.view(-1).numpy().view(np.uint8)
+    return pool.cross_layer.view(-1).numpy().view(np.uint8)
 
 
 def places(pool, layer_id, slots):
@@ -93,7 +94,7 @@ def test_sizes_and_spans(layout, arrangement, page_size):
     assert pool.get_kv_size_bytes() == total == len(raw(pool))
     assert pool.mem_usage == pytest.approx(total / 2**30)
     pointers, lengths, items = pool.get_contiguous_buf_infos()
-    assert pointers == [pool.cross_layer.group.tensor.data_ptr()]
+    assert pointers == [pool.cross_layer.data_ptr()]
     assert lengths == [total]
     assert items == [page_size * LAYERS * row]
     # For page 3, a transfer engine reads the page of all layers.
@@ -139,12 +140,12 @@ def test_move_and_cpu_copies(layout, arrangement, page_size):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_b2_views_share_one_storage_and_nothing_copies_them(layout, arrangement):
     pool = make_pool(layout, arrangement)
-    home = pool.cross_layer.group.tensor.untyped_storage().data_ptr()
+    home = pool.cross_layer.untyped_storage().data_ptr()
     views = [*pool.kv_buffer, *map(pool.get_row_buffer, range(START, START + LAYERS))]
     if arrangement == "token_major" and not pool.kv_cache_layout.is_packed:
         views += [pool.get_key_buffer(START), pool.get_value_buffer(START + 1), *pool.get_kv_buffer(START)]
     assert {view.untyped_storage().data_ptr() for view in views} == {home}
-    assert pool.cross_layer.group.tensor.untyped_storage().nbytes() == pool.get_kv_size_bytes()
+    assert pool.cross_layer.untyped_storage().nbytes() == pool.get_kv_size_bytes()
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
@@ -253,7 +254,7 @@ def test_cpu_copies_of_invalid_slots_are_refused(arrangement):
 @pytest.mark.parametrize("arrangement", CROSS)
 def test_rows_written_by_number_once_per_step(arrangement):
     """As in the attention backend: `slot_to_row` once per step, then all layers use the same row numbers."""
-    from sgl_kvpool.srt.pool.arranged import RowWriteLoc
+    from sgl_kvpool.srt.pool.row_pool import RowWriteLoc
 
     pool = make_pool("fp8_block_scale", arrangement)
     slots = torch.tensor([9, 2])
@@ -280,13 +281,13 @@ def test_numbers_of_any_integer_type(arrangement):
     assert pool.get_kv_size_bytes() == LAYERS * 20 * 416
 
 
-def test_bind_checks_names_and_takes_them_as_strings():
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+def test_options_check_names_and_take_them_as_strings():
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
     with pytest.raises(ValueError, match="unknown KV cache arrangement 'zzz'"):
-        LayoutMLATokenToKVPool.bind("fp4", arrangement="zzz")
-    bound = LayoutMLATokenToKVPool.bind("fp4", arrangement="token_major", readers="kvpool_mla")
-    pool = bound(12, 4, torch.bfloat16, 512, 64, 2, "cpu", False)
+        PoolOptions("fp4", arrangement="zzz")
+    options = PoolOptions("fp4", arrangement="token_major", readers="kvpool_mla")
+    pool = LayoutMLATokenToKVPool(12, 4, torch.bfloat16, 512, 64, 2, "cpu", False, options=options)
     assert pool.kv_cache_arrangement.value == "token_major"
 
 

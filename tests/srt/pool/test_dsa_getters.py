@@ -26,7 +26,7 @@ from dsa_pools import (
 
 pytestmark = pytest.mark.usefixtures("published")
 
-READ_BY_SGLANG = [case for case in CASES if not case[0].startswith("fp4")]
+READ_BY_SGLANG = [case for case in CASES if case[0] not in oracle.OURS_ALONE]
 #: Without slot 0, which SGLang's own writer skips.
 LOC = [3, 7, 100, 1, 191]
 
@@ -109,7 +109,7 @@ def test_sglangs_kernel_decodes_scaled_rows(monkeypatch, rank, rope):
     assert np.array_equal(decoded.numpy(), wanted)
 
 
-@pytest.mark.parametrize(("layout", "rank", "rope"), [c for c in CASES if c[0] in ("bf16", "fp8")])
+@pytest.mark.parametrize(("layout", "rank", "rope"), [c for c in CASES if c[0] not in oracle.PACKED])
 def test_values_are_what_sglangs_pool_returns(layout, rank, rope):
     pools = dsa_pool(layout, rank, rope), stock_pool(layout, rank, rope)
     for each in pools:
@@ -131,7 +131,7 @@ def test_keys_of_fp4_are_the_rows(rank, rope):
     assert np.array_equal(keys.squeeze(1).numpy(), rows(pool, 3))
 
 
-@pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", oracle.PACKED)
 @pytest.mark.parametrize("getter", ["get_value_buffer", "get_kv_buffer"])
 def test_packed_rows_have_no_values(layout, getter):
     with pytest.raises(TypeError, match=r"get_row_buffer\(layer_id\)$"):  # kvpool_mla reads no DSA pools
@@ -150,23 +150,6 @@ def test_row_buffers_are_the_bytes(layout, rank, rope):
 
 
 # -------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-def test_other_arrangements(layout, arrangement):
-    with pytest.raises(ValueError, match=f"are layer_major, not {arrangement}, .*--kv-cache-arrangement"):
-        dsa_pool(layout, options={"arrangement": arrangement})
-
-
-@pytest.mark.parametrize("readers", [("flashmla",), ("dsa", "fa3"), ("kvpool_mla",)])
-def test_other_readers(readers):
-    other = readers[-1]
-    with pytest.raises(
-        ValueError, match=f"attention backend {other} does not read pools of .* SGLang uses dsa"
-    ):
-        dsa_pool("fp4", options={"readers": readers})
-    dsa_pool("fp4", options={"readers": ("dsa", "dsa")})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -202,8 +185,6 @@ def test_rows_of_other_readers_are_refused_before_they_are_allocated(monkeypatch
 def test_pooled_index_keys():
     """As in GLM-5's successor: a page of index keys covers 256 tokens."""
     kpool = {"index_kpool": 4, "page_size": 256, "size": 512}
-    with pytest.raises(ValueError, match=r"fp4 with DSA decode kvpool_mla does not work .*index_kpool.*bf16"):
-        dsa_pool("fp4", **kpool)
     pool = dsa_pool("bf16", **kpool)
     assert pool.get_kv_size_bytes() == LAYERS * 768 * (1152 + 33)
     nope, keys = written(pool, 512, 64)
@@ -219,13 +200,11 @@ def test_geometries_that_no_layout_stores():
 
 def test_the_class_of_dense_models_is_another():
     """Dense models' pools do not return keys of FP4 rows, as those of DSA models do."""
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
-    given = arguments("fp4", kv_cache_layout="fp4")
+    given = arguments("fp4", options=PoolOptions("fp4"))
     for name in ("index_head_dim", "kv_cache_dim"):
         del given[name]
-    with pytest.raises(ValueError, match=r"LayoutMLATokenToKVPool serves models without sparse .*for DSA"):
-        LayoutMLATokenToKVPool(**given, use_dsa=True)
     dense = LayoutMLATokenToKVPool(**given)
     with pytest.raises(TypeError, match=r"get_key_buffer on a fp4 pool: .* get_row_buffer.*kvpool_mla$"):
         dense.get_key_buffer(3)

@@ -294,7 +294,7 @@ def test_every_reader_waits_for_loads(layout):
         lambda: pool.get_mla_kv_buffer(layer(3), slots, torch.bfloat16),
         lambda: pool.get_index_k_with_scale_buffer(3),
     ]
-    if layout in ("bf16", "fp8"):
+    if layout not in oracle.PACKED:
         readers.append(lambda: pool.get_value_buffer(3))
     for read in readers:
         read()

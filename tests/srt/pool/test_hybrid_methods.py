@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from codec_oracle import OURS_ALONE, PACKED
 from dsa_pools import layer, values
 from hybrid_pools import LAYOUTS, POOLED, hybrid_pool, stock_pool
 
@@ -117,7 +118,7 @@ CONSTANTS = {
 NO_VALUES = {"get_kv_buffer", "get_value_buffer"}
 KINDS = {"dense": {}, "sparse": {"sparse": True}, "pooled": POOLED}
 CASES = [
-    (layout, kind) for layout in LAYOUTS for kind in KINDS if kind != "pooled" or not layout.startswith("fp4")
+    (layout, kind) for layout in LAYOUTS for kind in KINDS if kind != "pooled" or layout not in OURS_ALONE
 ]
 
 
@@ -132,7 +133,7 @@ def raised(call, pool):
 
 def expected_differences(layout, kind):
     """Exceptions of our pool (or None) where they differ from SGLang's."""
-    if layout not in ("fp8_block_scale", "fp4", "fp4_fp8_rope"):
+    if layout not in PACKED:
         return {}
     found = dict.fromkeys(NO_VALUES, TypeError)
     if kind == "dense":

@@ -7,6 +7,7 @@ request's tail.
 import numpy as np
 import pytest
 import torch
+from codec_oracle import LAYOUTS, OURS_ALONE
 from dsa_pools import index_pages
 from hybrid_pools import (
     LINEAR_LAYERS,
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("published")]
 
 every_layer = pytest.mark.parametrize("layer_id", MLA_LAYERS)
 #: Without fp4, which is refused: no reader of its rows supports pooled keys.
-pooled_layouts = pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale"])
+pooled_layouts = pytest.mark.parametrize("layout", [one for one in LAYOUTS if one not in OURS_ALONE])
 REQUESTS, TAIL = 4, 6  # with a request for padding; tail: a key's four tokens and two drafts
 #: Index blocks of 64 tokens: tokens 0 to 255 of request 1 on page 1, of request 2 on page 2.
 BLOCKS = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11]], dtype=torch.int32)

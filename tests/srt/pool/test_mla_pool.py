@@ -14,7 +14,7 @@ SIZE, LAYERS, START = 37, 3, 5  # slots without the padded page, layers, first m
 
 def make_pool(layout, *, rank=512, rope=64, page_size=1, size=SIZE, k_scales=None, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
 
     shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
     arguments = {
@@ -29,7 +29,7 @@ def make_pool(layout, *, rank=512, rope=64, page_size=1, size=SIZE, k_scales=Non
         "end_layer": START + LAYERS - 1,
     }
     arguments.update(extra)
-    return LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), k_scales)(size, **arguments)
+    return LayoutMLATokenToKVPool(size, options=PoolOptions(layout, k_scales), **arguments)
 
 
 def layer_object(layer_id):
@@ -55,8 +55,7 @@ def expected_rows(layout, nope, rope, rank, rope_dim, row_bytes, k_scale=1.0):
 
 
 LAYOUTS = oracle.LAYOUTS
-PACKED = ["fp8_block_scale", "fp4", "fp4_fp8_rope"]
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
+PACKED, ROW_BYTES = oracle.PACKED, oracle.ROW_BYTES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -203,7 +202,7 @@ def test_k_scale_belongs_to_the_pool_and_layer_not_to_the_layer_object():
         oracle.assert_same_values(back.squeeze(1), oracle.cast(wanted, torch.float32))
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", ["bf16", *PACKED])
 def test_other_layouts_ignore_k_scale(layout):
     nope, rope = values(2, 512, 64, seed=6)
     loc = torch.tensor([1, 2])
@@ -315,15 +314,13 @@ def test_sglangs_host_accounting_sees_row_bytes(layout):
     assert (pool.kv_cache_dim, pool.store_dtype) == (ROW_BYTES[layout], torch.uint8)
 
 
-def test_wrong_dtype_geometry_and_dsa_are_refused():
+def test_wrong_dtype_and_geometry_are_refused():
     with pytest.raises(ValueError, match=r"SGLang sees layout fp4 as torch\.bfloat16"):
         make_pool("fp4", dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="kv_lora_rank=448"):
         make_pool("fp4", rank=448)
     with pytest.raises(ValueError, match="qk_rope_head_dim=32"):
         make_pool("fp4", rope=32)
-    with pytest.raises(ValueError, match="DSA"):
-        make_pool("fp4", use_dsa=True)
 
 
 def test_memory_saver_region_wraps_the_allocation(monkeypatch):

@@ -153,7 +153,7 @@ def sparse_reader(layout):
     return pool, SparseReader(pool.row_format, DecodeWorkspace(size_bytes, "cpu"))
 
 
-@pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize("layout", oracle.OURS_ALONE)
 def test_the_reader_of_sparse_attention(layout):
     from sgl_kvpool.srt.self_check import check_lists
 

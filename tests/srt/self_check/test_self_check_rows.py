@@ -5,6 +5,7 @@ import itertools
 import dsa_pools
 import hybrid_pools
 import pytest
+from codec_oracle import NARROW
 from host_tier import ARRANGEMENTS, LAYOUTS, START, device_pool, fill, memory
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -59,7 +60,7 @@ def difference(pool):
 
 #: Pools whose rows are written by our own code: every arrangement, and for bf16 one that is not layer_major.
 OWN = [
-    *itertools.product(["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"], ARRANGEMENTS),
+    *itertools.product(NARROW, ARRANGEMENTS),
     ("bf16", "token_major"),
 ]
 

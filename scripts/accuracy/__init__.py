@@ -1,0 +1,1 @@
+"""Accuracy of the layouts without and with servers."""

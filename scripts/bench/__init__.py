@@ -1,0 +1,1 @@
+"""Benchmarks of kernels, transfers and reading: `python -m scripts.bench`."""

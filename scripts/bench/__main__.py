@@ -1,0 +1,46 @@
+"""The benchmarks, each imported when it runs: `python -m scripts.bench codec --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sgl_kvpool.commands.waiting import no_gpu, progress
+
+__all__ = ["BENCHMARKS", "main"]
+
+#: Module of each benchmark, with `main(argv, prog)`.
+BENCHMARKS = {
+    "codec": "scripts.bench.codec",
+    "attention": "scripts.bench.attention.program",
+    "transfer": "scripts.bench.transfer",
+    "rates": "scripts.bench.rates.program",
+    "tiles": "scripts.bench.tiles.program",
+    "host_attention": "scripts.bench.host_attention",
+}
+#: Benchmarks that run on a GPU unless --device says otherwise; `rates` has no --device.
+_ON_A_GPU = ("attention", "rates", "tiles")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark; one that needs a GPU looks for it before it imports torch."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
+    parser.add_argument("benchmark", choices=list(BENCHMARKS), help="name of the benchmark")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    arguments = parser.parse_args(argv)
+    name, rest = arguments.benchmark, arguments.rest
+    known = argparse.ArgumentParser(prog=f"{parser.prog} {name}", add_help=False)
+    known.add_argument("--device", default="cuda" if name in _ON_A_GPU else "cpu")
+    device = known.parse_known_args(rest)[0].device
+    if device == "cuda" and not {"-h", "--help"} & set(rest) and (problem := no_gpu()) is not None:
+        instead = "; --device cpu is a dry run" if name in ("attention", "tiles") else ""
+        known.exit(2, f"{known.prog}: error: {problem}{instead}\n")
+    with progress(f"bench {name}: importing torch"):
+        program = importlib.import_module(BENCHMARKS[name])
+    return program.main(rest, prog=known.prog)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`bench attention`: `mla_decode` beside other kernels. `program` defines the arguments."""

@@ -1,0 +1,1 @@
+"""`bench rates`: an SM's rates per clock for the operations of decode attention."""

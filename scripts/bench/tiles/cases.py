@@ -1,0 +1,167 @@
+"""Tiles of `mla_decode` that are compared, and the workloads of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from scripts.bench.attention.cases import Workload
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
+from sgl_kvpool.layout import SegmentEncoding
+
+__all__ = [
+    "CPU_HEADS",
+    "HEADS",
+    "checks",
+    "jobs",
+    "other_splits",
+    "tile_of",
+    "tiles",
+    "workload_of",
+    "workloads",
+]
+
+#: Query heads per rank: those of DeepSeek, Kimi and GLM with TP 8, and one larger number.
+HEADS = (16, 8, 32)
+CPU_HEADS = (2,)
+_TOP_K = 2048
+#: (block_rows, warps, stages, programs_per_sm). 128 decoded rows take 144 KB of shared memory, 64 take 72 KB;
+#: two programs of 4 warps have 255 registers per thread.
+_DECODED_SHAPES = ((64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2))
+#: The same for rows that need no decoding; with 3 stages two blocks of them wait in shared memory.
+_BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2), (64, 4, 3, 1))
+#: Gluon tiles beside those of the table: (query_heads, warps, programs_per_sm, register_parts). A block of 4
+#: warps has 64 rows, a block of 8 has 128.
+_GLUON_SHAPES: dict[SegmentEncoding, tuple[tuple[int, int, int, int], ...]] = {
+    SegmentEncoding.E4M3_BY_K_SCALE: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 8, 1, 0)),
+    SegmentEncoding.E4M3_IN_TILES: ((8, 8, 1, 1), (16, 4, 1, 0)),
+    SegmentEncoding.E2M1_IN_BLOCKS: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 4, 2, 1), (16, 8, 1, 0), (32, 8, 1, 0)),
+}
+#: Query heads per tile that are compared, by heads: those of the smallest tile that holds all heads; for 8
+#: heads also a larger tile, for 32 heads also two tiles of 16.
+_QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16)}
+
+
+def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[TileConfig]:
+    """Tiles to compare for a number of query heads, those of the table first; on a CPU only Triton's."""
+    shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
+    wanted = _QUERY_HEADS.get(heads, (16,))
+    kernels = ("gluon", "triton") if on_gpu else ("triton",)
+    found = [
+        tile
+        for kernel in kernels
+        for name, tile in table(kernel)
+        if name is layout and tile.query_heads in wanted
+    ]
+    if on_gpu:
+        found += [
+            TileConfig(query_heads, 16 * warps, warps, 1, programs, "gluon", register_parts)
+            for query_heads, warps, programs, register_parts in _GLUON_SHAPES.get(layout.latent, ())
+            if query_heads == heads
+        ]
+    for query_heads in wanted:
+        for rows, warps, stages, programs in shapes:
+            found.append(
+                TileConfig(
+                    query_heads=query_heads,
+                    block_rows=rows,
+                    warps=warps,
+                    stages=stages,
+                    programs_per_sm=programs,
+                )
+            )
+    return list(dict.fromkeys(found))
+
+
+def workloads(heads: int, *, on_gpu: bool = True) -> list[Workload]:
+    """Workloads for a number of query heads, most important first, alternating dense and top-k lists."""
+    if not on_gpu:
+        return [Workload("sparse", heads, 1, 192, 136)]  # the interpreter takes 0.1 s per block of rows
+    found = []
+    for batch, context in ((64, 32768), (1, 32768), (16, 8192), (128, 2048)):
+        found.append(Workload("dense", heads, batch, context, context))
+        found.append(Workload("sparse", heads, batch, 32768, _TOP_K))
+    return found
+
+
+def _job(
+    workload: Workload, layout: MLAKVCacheLayout, tile: TileConfig, splits: int, min_blocks: int, part: str
+) -> dict[str, Any]:
+    return {
+        "part": part,
+        "kind": workload.kind,
+        "heads": workload.heads,
+        "batch": workload.batch,
+        "context": workload.context,
+        "rows_per_list": workload.rows_per_list,
+        "layout": layout.value,
+        "tile": asdict(tile),
+        "splits": splits,
+        "min_blocks": min_blocks,
+    }
+
+
+def tile_of(job: dict[str, Any]) -> TileConfig:
+    """The tile of a job."""
+    return TileConfig(**job["tile"])
+
+
+def workload_of(job: dict[str, Any]) -> Workload:
+    """The workload of a job."""
+    return Workload(job["kind"], job["heads"], job["batch"], job["context"], job["rows_per_list"])
+
+
+def checks(
+    heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], *, on_gpu: bool = True
+) -> list[dict[str, Any]]:
+    """Jobs that compile and check every tile on a small workload, with splits, and on a GPU also without.
+
+    The sizes select the same kernels as the larger workloads.
+    """
+    batch, context = (3, 1024) if on_gpu else (1, 40)
+    found = []
+    for count in heads:
+        workload = Workload("dense", count, batch, context, context)
+        found += [
+            _job(workload, layout, tile, splits, tile.min_blocks, "check")
+            for layout in layouts
+            for tile in tiles(layout, count, on_gpu=on_gpu)
+            for splits in ((2, 1) if on_gpu else (2,))
+        ]
+    return found
+
+
+def jobs(
+    heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], sm_count: int, *, on_gpu: bool = True
+) -> list[dict[str, Any]]:
+    """Jobs of every tile on every workload, with the rule's splits, grouped by workload and layout."""
+    found = []
+    for count in heads:
+        for workload in workloads(count, on_gpu=on_gpu):
+            for layout in layouts:
+                for tile in tiles(layout, count, on_gpu=on_gpu):
+                    config = config_of_tile(tile, count, workload.batch, workload.rows_per_list, sm_count)
+                    found.append(_job(workload, layout, tile, config.splits, config.min_blocks, "tile"))
+    return found
+
+
+def other_splits(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same tile and workload with half and twice the splits, and the next smaller and larger number.
+
+    Only numbers of splits without an empty split are used. The rule's minimum of rows per split is left out,
+    so that a smaller minimum is measured too.
+    """
+    blocks = -(-job["rows_per_list"] // job["tile"]["block_rows"])
+    filled = {n: -(-blocks // -(-blocks // n)) for n in range(1, min(MAX_SPLITS, blocks) + 1)}
+    now = -(-blocks // max(-(-blocks // job["splits"]), job["min_blocks"]))
+    others = (
+        filled[max(1, now // 2)],
+        *[n for n in filled.values() if n < now][-1:],
+        *[n for n in filled.values() if n > now][:1],
+        filled[min(2 * now, len(filled))],
+    )
+    return [
+        {**job, "part": "splits", "splits": n, "min_blocks": 1} for n in dict.fromkeys(others) if n != now
+    ]

@@ -1,0 +1,1 @@
+"""Tables, pictures and counts of the pages, which are computed."""

@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""Clocks per row of five units of a multiprocessor in each tile of `mla_decode`: decode's only cost model.
+
+Needs Triton, and g++ for ptxrun, but no GPU. Each tile is compiled for sm_90a, the instructions of its loop
+are counted in the machine code (`loop_costs.py`), and ptxrun runs its PTX over a few blocks to find bank
+conflicts. FlashMLA's kernels are counted in the installed wheel (`flashmla_costs.py`).
+
+`--json` writes a list of objects, one per layout, kernel and number of query heads. `--write` puts them into
+``scripts/bench/attention/tile_costs.json``, and the table made of them into
+``docs/attention.md``; `--check` fails if these differ. `--try` counts a tile that is not in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.bench.attention.limits import TILE_COSTS, busiest_unit, busiest_unit_clk
+from scripts.figures import flashmla_costs, loop_costs, page_tables
+from scripts.kit.outputs import replace_file, require_writable
+from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, tile_config
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("attention", "codec", "ptxrun")]
+
+PAGE = ROOT / "docs" / "attention.md"
+HEADS = (8, 16, 32, 64, 128)
+#: Bytes of rows per second from device memory, about 90 % of the data sheet's.
+MEMORY_BYTES_PER_S = {"H100": 3.0e12, "H200": 4.3e12}
+CLOCK_HZ = 1.7e9
+#: What can be expected: a share of the memory's rate, and the least and the most of the multiprocessors'
+#: limit. FlashMLA's sparse and its dense kernel reach 0.59 and 0.77 of the latter.
+EXPECTED_OF_MEMORY, EXPECTED_OF_CHIP = 0.9, (0.57, 0.72)
+#: Registers of an SM, and its shared memory, including the 1 KB that each program reserves.
+_REGISTERS, _SHARED_BYTES, _RESERVED_BYTES = 65536, 233472, 1024
+#: Blocks that ptxrun executes; the last block does not prefetch.
+_BLOCKS = 3
+
+
+@cache
+def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
+    """Compiled properties of a tile, and its clocks per row."""
+    import compile_decode
+    import compile_kernels
+
+    compiled = compile_decode.compile_decode(layout.value, tile.query_heads, tile=tile)
+    sass, usage = compile_kernels.machine_code(compiled, "-hex")
+    found = compile_decode.facts(compiled, sass, usage)
+    programs = _programs_per_sm(found["registers"], found["shared_bytes"], tile.warps)
+    roles = [loop.instructions for loop in loop_costs.role_loops(sass)]
+    loop = loop_costs.costs(roles, tile.block_rows, tile.warps, programs=programs)
+    conflicts_clk = bank_conflict_clk(compiled, layout, tile)
+    return {
+        "registers": found["registers"],
+        "spilled_bytes": found["stack_bytes"],
+        "shared_bytes": found["shared_bytes"],
+        "programs_per_sm": programs,
+        **flashmla_costs.clk_per_row(loop, conflicts_clk),
+        "draining_waits_per_block": loop.draining_waits,
+    }
+
+
+def _programs_per_sm(registers: int, shared_bytes: int, warps: int) -> int:
+    of_a_warp = -(-registers // 8) * 8 * 32
+    return min(_REGISTERS // (of_a_warp * warps), _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES))
+
+
+def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig) -> float:
+    """Extra passes over shared memory per row due to bank conflicts, found by ptxrun."""
+    import ptxrun
+    import torch
+
+    fmt, heads, rows = layout.row_format(512, 64), tile.query_heads, _BLOCKS * tile.block_rows
+    arguments = {
+        "q_ptr": torch.zeros(heads, 512, dtype=torch.bfloat16),
+        "q_rope_ptr": torch.zeros(heads, 64, dtype=torch.bfloat16),
+        "pool_ptr": torch.zeros(rows, fmt.row_bytes, dtype=torch.uint8),
+        "kv_indices_ptr": torch.arange(rows, dtype=torch.int32),
+        "kv_lens_ptr": torch.tensor([rows], dtype=torch.int32),
+        "list_index_ptr": torch.tensor([0], dtype=torch.int32),
+        "out_ptr": torch.zeros(heads, 512),
+        "lse_ptr": torch.zeros(heads),
+        **dict.fromkeys(["row_count", "bound"], rows),
+        **dict.fromkeys(["lists", "splits", "score_scale", "value_scale"], 1),
+        **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},  # noqa: PIE800
+    }
+    # The remaining strides are those of tokens, lists and splits, whose size is 1.
+    parameters = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    result = ptxrun.Module(compiled.asm["ptx"]).launch(
+        block=32 * tile.warps,
+        args=[arguments.get(name, 0) for name in parameters],
+        dynamic_shared_bytes=compiled.metadata.shared,
+        **dict.fromkeys(["races", "global_races", "uninit_regs", "uninit_shared", "timing"], 0),
+    )
+    in_loop = [line for line in result.bank_conflicts() if line["count"] == _BLOCKS * tile.warps]
+    return sum(line["units"] - line["ideal"] for line in in_loop) / rows
+
+
+def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str, Any]:
+    """An object of the JSON: costs of all tiles of a list, and the limits that follow."""
+    tiles = -(-heads // tile.query_heads)
+    found = {
+        name: round(tiles * value, 2) if name.endswith("_per_row") else value
+        for name, value in tile_costs(layout, tile).items()
+    }
+    return {
+        "layout": layout.value,
+        "kernel": tile.kernel,
+        "heads": heads,
+        "tiles": f"{tiles} x {tile.query_heads} query heads, {tile.block_rows} rows, {tile.warps} warps",
+        **found,
+        **rates(layout, found),
+    }
+
+
+def rates(layout: MLAKVCacheLayout, costs: dict[str, Any]) -> dict[str, Any]:
+    """Limits and expectations of a layout's rows, in 10^9 rows per second, from the clocks per row."""
+    row_bytes = layout.row_format(512, 64).row_bytes
+    chip = DEFAULT_SM_COUNT * CLOCK_HZ / busiest_unit_clk(costs) / 1e9
+    # Tiles of a list read the same rows at about the same time, so device memory is read once.
+    memory = {device: rate / row_bytes / 1e9 for device, rate in MEMORY_BYTES_PER_S.items()}
+    return {
+        "busiest_unit": busiest_unit(costs),
+        "limit_g_rows_per_s": {device: round(min(chip, rate), 2) for device, rate in memory.items()},
+        "expected_g_rows_per_s": {
+            device: [round(min(EXPECTED_OF_MEMORY * rate, share * chip), 2) for share in EXPECTED_OF_CHIP]
+            for device, rate in memory.items()
+        },
+    }
+
+
+def flashmla(layouts: list[MLAKVCacheLayout], heads: list[int]) -> list[dict[str, Any]]:
+    """Objects of the JSON for FlashMLA's kernels of these layouts and numbers of query heads."""
+    return [
+        {**one, **rates(MLAKVCacheLayout(one["layout"]), one)}
+        for one in flashmla_costs.counted()
+        if one["layout"] in layouts and one["heads"] in heads
+    ]
+
+
+def counted(layouts: list[MLAKVCacheLayout], heads: list[int]) -> list[dict[str, Any]]:
+    """Every object of the JSON for these layouts and numbers of query heads."""
+    found = []
+    for layout in layouts:
+        for count in heads:
+            tiles = [tile_config(layout, count, kernel) for kernel in ("triton", "gluon")]
+            found += [costs_of(layout, count, tile) for tile in dict.fromkeys(tiles)]
+    return found + flashmla(layouts, heads)
+
+
+def limits_table(costs: list[dict[str, Any]]) -> str:
+    """A line per layout and kernel that serves it: limit, and in brackets the expectation, on an H100."""
+    cells = {}
+    for found in costs:  # if a layout has two kernels, Gluon's costs come second: servers use Gluon
+        kernel = found["kernel"] if found["kernel"] in flashmla_costs.NAMES else "`kvpool_mla`"
+        limit = found["limit_g_rows_per_s"]["H100"]
+        low, high = (f"{expected:.1f}" for expected in found["expected_g_rows_per_s"]["H100"])
+        expected = low if low == high else f"{low}-{high}"
+        cells[found["layout"], kernel, found["heads"]] = f"{limit:.1f} ({expected})"
+    lines = [
+        f"| layout | kernel | {' | '.join(f'{heads} heads' for heads in HEADS)} |",
+        "|---" * (2 + len(HEADS)) + "|",
+    ]
+    for layout in (layout.value for layout in MLAKVCacheLayout):
+        for kernel in dict.fromkeys(kernel for name, kernel, _ in cells if name == layout):
+            row = " | ".join(cells.get((layout, kernel, heads), "") for heads in HEADS)
+            lines.append(f"| `{layout}` | {kernel} | {row} |")
+    return "\n".join(lines)
+
+
+def page_of(costs: list[dict[str, Any]], text: str) -> str:
+    """The page's text with the table made of these costs."""
+    return page_tables.updated(text, {"limits": lambda: limits_table(costs)})
+
+
+def text_of(costs: list[dict[str, Any]]) -> str:
+    """The JSON, an object per line."""
+    return "[\n" + ",\n".join(json.dumps(found) for found in costs) + "\n]\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    layouts = [layout.value for layout in MLAKVCacheLayout]
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="layouts (all)")
+    parser.add_argument(
+        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank (with --try: the tile's)"
+    )
+    parser.add_argument(
+        "--try", dest="tile", type=int, nargs=5,
+        metavar=("QUERY_HEADS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
+        help="count this tile instead of the table's; the output's programs per SM follow "
+        "from its registers and shared memory, not from PROGRAMS",
+    )  # fmt: skip
+    parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="kernel of --try")
+    parser.add_argument(
+        "--late", type=int, default=0, help="register_parts of the tile, for --try with the Gluon kernel (0)"
+    )
+    page_tables.add_arguments(parser, PAGE)
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("unset TRITON_INTERPRET: the interpreter does not compile")
+    if (arguments.write or arguments.check) and (
+        arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts
+    ):
+        parser.error("--write and --check are for all counts: leave out --layouts, --heads and --try")
+    if min(arguments.heads) < 1:
+        parser.error(f"--heads {min(arguments.heads)} is below 1")
+    if shutil.which("g++") is None:
+        parser.error("g++ is missing; install it to compile the emulator that finds bank conflicts")
+    require_writable(parser, arguments.json)
+    wanted = [MLAKVCacheLayout(name) for name in arguments.layouts]
+    if arguments.tile:
+        if any(size & (size - 1) or size < 1 for size in arguments.tile[:3]) or arguments.tile[2] not in (
+            4,
+            8,
+        ):
+            parser.error("--try: QUERY_HEADS and ROWS must be powers of two, and WARPS 4 or 8")
+        tile = TileConfig(*[*arguments.tile, arguments.kernel, arguments.late])
+        if tile.kernel == "gluon" and tile.block_rows != 16 * tile.warps:
+            parser.error(f"--try: ROWS of the Gluon kernel are 16 per warp, {16 * tile.warps} here")
+        heads = [tile.query_heads] if arguments.heads == HEADS else arguments.heads
+        costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
+    else:
+        costs = counted(wanted, arguments.heads)
+    if arguments.json:
+        replace_file(arguments.json, text_of(costs))
+    new = {TILE_COSTS: text_of(costs)}
+    if arguments.write or arguments.check:
+        new[PAGE] = page_of(costs, PAGE.read_text())
+    if arguments.write:
+        for path, text in new.items():
+            path.write_text(text)
+    elif arguments.check:
+        stale = [path for path, text in new.items() if path.read_text() != text]
+        for path in stale:
+            print(f"{path} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
+        return int(bool(stale))
+    elif not arguments.json:
+        print(text_of(costs), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the programs share: workers with limits, records, output files, facts of the machine."""

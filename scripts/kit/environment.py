@@ -1,0 +1,202 @@
+"""Properties of this machine: facts for the first line of results, and requirements of steps."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.kit.outputs import commit
+from sgl_kvpool.commands.machine import processor
+
+__all__ = ["Machine", "driver_facts", "facts_of", "find_machine", "on_path", "sources_sha256"]
+
+_PACKAGES = (
+    *("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
+    *("tilelang", "transformers", "sgl-kvpool"),
+)
+_SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
+#: Fields of nvidia-smi, with present and highest clocks.
+_GPU_FIELDS = {
+    "name": "name",
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "memory_clock_max_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+    "memory_mib": "memory.total",
+}
+#: Time limit of nvidia-smi in seconds.
+_DRIVER_S = 60.0
+#: Run in its own process, because a CUDA context here would take memory from the steps.
+_ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
+    "gpus": [{"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory}
+             for p in properties]}))
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Properties that steps may require.
+
+    `gpus`: Names of the GPUs that torch sees.
+    `modules`: Modules of `OPTIONAL_MODULES` that can be imported.
+    `has_plugin`: Whether SGLang would find this package through its entry point.
+    `has_fa3`: Whether sgl_kernel has FlashAttention-3, which SGLang uses for BF16 rows of sparse attention.
+    `facts`: Facts from torch, for the first line of results.
+    """
+
+    gpus: tuple[str, ...] = ()
+    modules: frozenset[str] = frozenset()
+    has_plugin: bool = False
+    has_fa3: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def missing(self, needs: tuple[str, ...]) -> str | None:
+        """Reason why a requirement of `needs` is not met; None if all are met.
+
+        Needs are "gpu", "gpus:N", "plugin", "fa3" or the name of a module.
+        """
+        for need in needs:
+            reason = self._missing(need)
+            if reason is not None:
+                return reason
+        return None
+
+    def _missing(self, need: str) -> str | None:
+        if need == "gpu":
+            return None if self.gpus else "torch sees no GPU"
+        if need.startswith("gpus:"):
+            count = int(need.removeprefix("gpus:"))
+            return None if len(self.gpus) >= count else f"needs {count} GPUs, torch sees {len(self.gpus)}"
+        if need == "plugin":
+            found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
+            return None if self.has_plugin else found
+        if need == "fa3":
+            return None if self.has_fa3 else "sgl_kernel lacks flash_ops (FlashAttention-3)"
+        return None if need in self.modules else f"{need} is not installed"
+
+
+#: Modules that steps may require or compare with.
+OPTIONAL_MODULES = (
+    *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
+    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla"),
+)
+
+
+def on_path() -> dict[str, str]:
+    """This process's environment, with the repository first on PYTHONPATH."""
+    found = dict(os.environ)
+    before = found.get("PYTHONPATH")
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    return found
+
+
+def find_machine() -> Machine:
+    """Determine the properties of this machine.
+
+    RuntimeError: if torch cannot be imported, which every step needs.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=300, env=on_path()
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"{sys.executable} cannot import torch, which every step needs: {last}")
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    modules = frozenset(name for name in OPTIONAL_MODULES if importlib.util.find_spec(name) is not None)
+    plugins = {one.name for one in metadata.entry_points(group="sglang.srt.plugins")}
+    return Machine(
+        gpus=tuple(gpu["name"] for gpu in facts["gpus"]),
+        modules=modules,
+        has_plugin="sgl_kvpool" in plugins,
+        has_fa3=_has_file("sgl_kernel", "flash_ops*"),
+        facts=facts,
+    )
+
+
+def _has_file(package: str, pattern: str) -> bool:
+    found = importlib.util.find_spec(package)
+    return found is not None and any(Path(found.submodule_search_locations[0]).glob(pattern))  # type: ignore[index]
+
+
+def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
+    """Fields of the first line of results: date, commit, machine and versions."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": argv,
+        **_commit(),
+        "sources_sha256": sources_sha256(),
+        "gpu": machine.gpus[0] if machine.gpus else None,
+        "gpu_count": len(machine.gpus),
+        "capability": machine.facts["gpus"][0]["capability"] if machine.facts.get("gpus") else None,
+        "gpus": driver_facts(),
+        "cuda": machine.facts.get("cuda"),
+        "cpu": processor(),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {**{name: _version(name) for name in _PACKAGES}, "torch": machine.facts.get("torch")},
+        "modules": sorted(machine.modules),
+    }
+
+
+def sources_sha256() -> str:
+    """SHA-256 of the sources, which identifies the code also without git."""
+    digest = hashlib.sha256()
+    for folder in ("sgl_kvpool", "scripts", "tests"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in _SOURCES and path.is_file():
+                digest.update(f"{path.relative_to(ROOT)}\0".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if package != "sgl-kvpool":
+            return None
+        from sgl_kvpool import __version__
+
+        return f"{__version__} (not installed)"
+
+
+def _commit() -> dict[str, Any]:
+    """Commit of this checkout and whether tracked files differ from it; None without git."""
+    found = commit()
+    if found is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
+
+
+def driver_facts() -> list[dict[str, str]]:
+    """The driver's present values for each GPU; empty without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S)
+    except subprocess.TimeoutExpired:  # a failed GPU must not lose the results of the run
+        return [{"nvidia-smi": f"no answer within {_DRIVER_S:g} s"}]
+    if done.returncode != 0:
+        return [{"nvidia-smi": f"exit status {done.returncode}: {done.stdout.strip()[:200]}"}]
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.strip().splitlines()]
+    return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows]

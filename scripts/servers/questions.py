@@ -1,0 +1,226 @@
+"""Requests to a running server: log-probabilities, hits on device and host, throughput, a hidden number."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.servers.shapes import PAGE_SIZE
+from sgl_kvpool.demo.server import Server
+
+__all__ = [
+    "Hits",
+    "Scored",
+    "full_hit",
+    "passkey_prompt",
+    "passkey_share",
+    "prompt_fields",
+    "score",
+    "throughput",
+    "wait_for_hits",
+]
+
+ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+#: Tokens generated after hits, to check the rows that were found.
+_AFTER_HIT = 16
+
+
+def _flat(lists: list[list[Any]]) -> list[Any]:
+    return [value for values in lists for value in values]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Teacher-forced predictions of prompts: each position from the text before it.
+
+    `token_ids`: Predicted tokens: all tokens of each prompt but the first.
+    `log_probabilities`: Log-probabilities of these tokens.
+    `top_tokens`: Most probable token at each position.
+    """
+
+    token_ids: list[list[int]]
+    log_probabilities: list[list[float]]
+    top_tokens: list[list[int]]
+
+    def distance(self, other: Scored) -> float:
+        """Mean absolute difference of log-probabilities, nats."""
+        self._check(other)
+        pairs = zip(_flat(self.log_probabilities), _flat(other.log_probabilities), strict=True)
+        return statistics.fmean(abs(a - b) for a, b in pairs)
+
+    def same_top(self, other: Scored) -> float:
+        """Share of positions at which both have the same most probable token."""
+        self._check(other)
+        pairs = zip(_flat(self.top_tokens), _flat(other.top_tokens), strict=True)
+        return statistics.fmean(a == b for a, b in pairs)
+
+    def perplexity(self) -> float:
+        return math.exp(-statistics.fmean(_flat(self.log_probabilities)))
+
+    def _check(self, other: Scored) -> None:
+        if self.token_ids != other.token_ids:
+            raise ValueError("two servers got different prompts: delete the output folder and run again")
+
+
+def prompt_fields(prompt: list[int] | str) -> dict[str, Any]:
+    """Fields of a request for a prompt of tokens or of text."""
+    return {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+
+
+def score(server: Server, prompts: Sequence[list[int] | str]) -> Scored:
+    """Score prompts, with one request each.
+
+    ValueError: if the server scored other tokens than were sent, or a log-probability is not finite.
+    """
+    scored = Scored([], [], [])
+    for prompt in prompts:
+        answer = server.generate(
+            **prompt_fields(prompt), sampling_params=ONE_TOKEN, return_logprob=True, logprob_start_len=0,
+            top_logprobs_num=1,
+        )["meta_info"]  # fmt: skip
+        # The first token has no log-probability.
+        scored_tokens = answer["input_token_logprobs"][1:]
+        ids = [token for _, token, *_ in scored_tokens]
+        if not isinstance(prompt, str) and ids != list(prompt[1:]):
+            raise ValueError("the server scored other tokens than were sent")
+        values = [value for value, *_ in scored_tokens]
+        if not values or not all(isinstance(value, float) and math.isfinite(value) for value in values):
+            raise ValueError("the server answered log-probabilities that are not finite numbers")
+        scored.token_ids.append(ids)
+        scored.log_probabilities.append(values)
+        scored.top_tokens.append([best[0][1] for best in answer["input_top_logprobs"][1:]])
+    return scored
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Median times to the first token of the same prompts, and the shares found in each tier.
+
+    `host_ms`: None without a host tier.
+    `device_share`, `host_share`: Least share of `full_hit` that was found on the device, and later in host
+      memory.
+    `same_tokens`: Share of equal tokens generated after host hits and after device hits.
+    """
+
+    cold_ms: float
+    device_ms: float
+    host_ms: float | None
+    device_share: float
+    host_share: float
+    same_tokens: float
+
+
+def full_hit(count: int) -> int:
+    """Largest hit of a repeated prompt in tokens: full pages, without the last token."""
+    return (count - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def wait_for_hits(
+    server: Server, prompts: Sequence[list[int]], warm_up: list[int], fillers: Sequence[list[int]]
+) -> Hits:
+    """Time the first token of prompts: cold, repeated, and once more after other prompts have evicted them.
+
+    A time is that of a whole HTTP request for one token; the prompt is sent as tokens.
+
+    `server`: Running server, with --enable-cache-report if `fillers` are given.
+    `prompts`: Prompts that differ from the first token on.
+    `warm_up`: First prompt, of the same length, so that kernels of that shape are compiled.
+    `fillers`: Prompts that exceed the device's pool; empty without a host tier.
+    """
+
+    def first_token_ms(ids: list[int]) -> tuple[float, dict[str, Any]]:
+        began = time.perf_counter()
+        answer = server.generate(input_ids=ids, sampling_params=ONE_TOKEN)
+        return (time.perf_counter() - began) * 1e3, answer["meta_info"]
+
+    def after(ids: list[int]) -> list[int]:
+        sampling = {**ONE_TOKEN, "max_new_tokens": _AFTER_HIT}
+        return server.generate(input_ids=ids, sampling_params=sampling)["output_ids"]
+
+    def found(info: dict[str, Any], tier: str) -> float:
+        details = info.get("cached_tokens_details") or {}
+        return details.get(tier, 0) / full_hit(len(prompts[0]))
+
+    for _ in range(2):
+        first_token_ms(warm_up)
+    cold = [first_token_ms(ids)[0] for ids in prompts]
+    on_device = [first_token_ms(ids) for ids in prompts]
+    tokens = [after(ids) for ids in prompts]
+    device_ms = statistics.median(ms for ms, _ in on_device)
+    if not fillers:
+        shares = [info["cached_tokens"] / full_hit(len(prompts[0])) for _, info in on_device]
+        return Hits(statistics.median(cold), device_ms, None, min(shares), 0.0, 1.0)
+    time.sleep(1.0)  # backups are written after the answers
+    for ids in fillers:
+        first_token_ms(ids)
+    on_host = [first_token_ms(ids) for ids in prompts]
+    again = [after(ids) for ids in prompts]
+    pairs = [a == b for old, new in zip(tokens, again, strict=True) for a, b in zip(old, new, strict=True)]
+    return Hits(
+        statistics.median(cold),
+        device_ms,
+        statistics.median(ms for ms, _ in on_host),
+        min(found(info, "device") for _, info in on_device),
+        min(found(info, "host") for _, info in on_host),
+        statistics.fmean(pairs),
+    )
+
+
+def throughput(server: Server, rounds: Sequence[Sequence[list[int]]], new_tokens: int) -> float:
+    """Generated tokens per second with concurrent requests for all prompts of a round.
+
+    `rounds`: Prompts per round, all different to avoid cache hits. The first round compiles; the best other
+      round counts.
+    `new_tokens`: Tokens generated per prompt.
+    """
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+
+    def answer(ids: list[int]) -> int:
+        said = server.generate(input_ids=ids, sampling_params=sampling)
+        return said["meta_info"]["completion_tokens"]
+
+    rates = []
+    with ThreadPoolExecutor(max(map(len, rounds))) as threads:
+        for prompts in rounds:
+            began = time.perf_counter()
+            count = sum(threads.map(answer, prompts))
+            rates.append(count / (time.perf_counter() - began))
+    return max(rates[1:])
+
+
+# ------------------------------------------------------- a number hidden in a long text
+
+_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+_QUESTION = "What is the pass key? The pass key is"
+
+
+def passkey_prompt(characters: int, depth: float, seed: int) -> tuple[str, str]:
+    """A text of about `characters` characters with a number hidden at a depth from 0 to 1, and the number."""
+    key = str(random.Random(seed).randrange(10_000, 100_000))
+    lines = [_FILLER] * max(2, characters // len(_FILLER))
+    lines.insert(round(depth * len(lines)), f"The pass key is {key}. Remember it. {key} is the pass key.\n")
+    head = "There is a pass key hidden in a lot of irrelevant text. Find it and memorize it.\n"
+    return head + "".join(lines) + _QUESTION, key
+
+
+def found_passkey(text: str, key: str) -> bool:
+    """Whether the first number of an answer is the key."""
+    number = re.search(r"\d+", text)
+    return number is not None and number.group() == key
+
+
+def passkey_share(server: Server, characters: int, depths: Sequence[float]) -> float:
+    """Share of found numbers, hidden at several depths of a text of `characters` characters."""
+    hits = []
+    for number, depth in enumerate(depths):
+        text, key = passkey_prompt(characters, depth, seed=characters + number)
+        sampling = {"temperature": 0, "max_new_tokens": 12}
+        hits.append(found_passkey(server.generate(text=text, sampling_params=sampling)["text"], key))
+    return statistics.fmean(hits)

@@ -1,0 +1,311 @@
+"""Served models and their arguments: small random models on a GPU, the demo's on a CPU, a real checkpoint.
+
+The random models' arguments follow tests/gpu/test_*server_gpu.py, with other sizes of batches and pools.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts import ROOT
+from scripts.kit.environment import Machine
+from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool.attention.readers import SGLANG_READERS
+from sgl_kvpool.attention.topk_transform import working_pairs
+
+__all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "model_shape", "random_shapes"]
+
+LAYOUTS = tuple(layout.value for layout in MLAKVCacheLayout)
+ARRANGEMENTS = tuple(arrangement.value for arrangement in KVArrangement.of_rows())
+PAGE_SIZE = 64
+
+_LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
+_KVPOOL = ("--attention-backend", "kvpool_mla")
+_READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
+_HOST_TIER = (
+    "--enable-hierarchical-cache",
+    "--enable-cache-report",
+    "--hicache-write-policy",
+    "write_through",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with the arguments and requests of its servers.
+
+    `name`: Name in steps and in `limits.LIMITS`.
+    `path`: Path of the checkpoint; "{models}" in it is the run's folder of models.
+    `arguments`: Arguments of every server.
+    `stock`: Arguments of the peer without a layout.
+    `by_layout`: More arguments, by layout.
+    `arrangements`: Arrangements in which it can be served.
+    `vocabulary`: First and last token id of random prompts.
+    `prompts`: Prompts that are scored for accuracy.
+    `hit_tokens`: Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
+    `pool_tokens`: Size of the pool; None: SGLang chooses it, and a server has a host tier only if its step
+      requests it.
+    `concurrency`, `request_tokens`, `new_tokens`: For throughput: concurrent requests, prompt length, and
+      generated tokens per request.
+    `writer`: Module of tests/gpu and shape of a random checkpoint to write.
+    `needs`: Additional needs by layout; "stock" for the peer.
+    `wait_s`: Time limit of a start; long on a GPU, since SGLang, FlashInfer and DeepGEMM compile with cold
+      caches.
+    `is_sparse`: Whether the model has sparse attention (DSA).
+    """
+
+    name: str
+    path: str
+    arguments: tuple[str, ...]
+    stock: tuple[str, ...]
+    by_layout: Mapping[str, tuple[str, ...]]
+    vocabulary: tuple[int, int]
+    prompts: tuple[list[int], ...] | tuple[str, ...]
+    hit_tokens: int
+    pool_tokens: int | None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arrangements: tuple[str, ...] = ARRANGEMENTS
+    concurrency: int = 16
+    request_tokens: int = 256
+    new_tokens: int = 128
+    writer: tuple[str, str] | None = None
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wait_s: float = 1200.0
+    on_cpu: bool = False
+    is_sparse: bool = False
+
+    def server_arguments(
+        self, layout: str | None, arrangement: str = "layer_major", *, host_tier: bool, capped: bool = True
+    ) -> list[str]:
+        """Arguments of one server, without model and port; `layout` None for the peer."""
+        found = [*self.arguments]
+        if layout is None:
+            found += self.stock
+        else:
+            found += [_LAYOUT, layout, *self.by_layout.get(layout, ())]
+            if arrangement != "layer_major":
+                found += [_ARRANGEMENT, arrangement]
+        if capped and self.pool_tokens is not None:
+            found += ["--max-total-tokens", str(self.pool_tokens)]
+        if host_tier:
+            found += [*_HOST_TIER, "--hicache-ratio", "6"]
+        return found
+
+    def server_environment(self, layout: str | None) -> dict[str, str]:
+        """Environment of one server; with a layout, all log-probabilities of a prompt depend on stored rows.
+
+        Sparse attention always reads stored rows; a server with it refuses KVPOOL_PREFILL_READS_ROWS.
+        """
+        asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
+        # The demo's class would replace SGLang's for every checkpoint of the architecture
+        # DeepseekV2ForCausalLM.
+        classes = {} if self.name == "demo" else {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
+        return {**classes, **self.environment, **asked}
+
+    def written(self, models: Path) -> str:
+        return self.path.replace("{models}", str(models))
+
+
+def tokens(seed: int, count: int, vocabulary: tuple[int, int] = (3, 511)) -> list[int]:
+    """Random tokens that depend only on the seed."""
+    return random.Random(seed).choices(range(vocabulary[0], vocabulary[1] + 1), k=count)
+
+
+# ------------------------------------------------------- random models on a GPU
+
+_GPU = (
+    "--skip-tokenizer-init",
+    "--mem-fraction-static",
+    "0.3",
+    "--random-seed",
+    "0",
+    "--chunked-prefill-size",
+)
+_SHARED, _LONG = tokens(1, 600), tokens(11, 2608)
+#: Prompts of unequal lengths; two share a prefix, three are longer than a chunk.
+_PROMPTS = (tokens(0, 5), _SHARED, _SHARED[:512] + tokens(2, 77), tokens(3, 900), tokens(4, 40))
+#: All but the first are longer than the 2048 tokens that an indexer selects.
+_SPARSE_PROMPTS = (tokens(0, 48), _LONG, _LONG[:2304] + tokens(2, 304), tokens(3, 4000), tokens(4, 2112))
+
+
+#: SGLang keeps a hybrid's state after each chunk and after the last full page. A repeated prompt is matched
+#: without its last token: a prompt of 1920 tokens ends on a state that it may not use, and falls back to
+#: 1792. So the length exceeds a chunk and is not a multiple of a page.
+HYBRID_HIT_TOKENS = 1900
+#: Length for a checkpoint, more than SGLang's default chunk of 8192 tokens on Hopper.
+_HYBRID_MODEL_HIT_TOKENS = 10220
+#: Fields of a config.json of models in which some layers have states instead of rows.
+_HYBRID_FIELDS = ("linear_attn_config", "layer_group_size")  # Kimi-Linear and K3; Ring and Ling
+
+
+def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 1920) -> Shape:
+    return Shape(
+        name=name,
+        path=f"{{models}}/{name}",
+        arguments=(
+            *(*_GPU, "256", "--context-length", "4096", "--cuda-graph-max-bs-decode", "16"),
+            *("--page-size", str(PAGE_SIZE), *more),
+        ),
+        stock=(),
+        by_layout=dict.fromkeys(LAYOUTS, _KVPOOL),
+        vocabulary=(3, 511),
+        prompts=_PROMPTS,
+        hit_tokens=hit_tokens,
+        pool_tokens=8192,
+        writer=writer,
+    )
+
+
+#: The first pair of DSA backends that works, for layouts that SGLang's default does not read: on Hopper
+#: tilelang for `fp8`.
+_PAIRED = {
+    layout.value: next(working_pairs(layout))
+    for layout in MLAKVCacheLayout
+    if SGLANG_READERS[layout].dsa_paired
+}
+_PAIRED_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    layout: ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
+    for layout, (prefill, decode) in _PAIRED.items()
+}
+_PAIRED_NEEDS = {layout: tuple(dict.fromkeys(pair)) for layout, pair in _PAIRED.items()}
+
+
+def _sparse(machine: Machine) -> Shape:
+    # fa3 is SGLang's choice for BF16 rows on Hopper.
+    bf16: tuple[str, ...] = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
+    own = {layout.value: bf16 for layout in MLAKVCacheLayout if layout.is_sglang_native}
+    torch_indexer = {} if "deep_gemm" in machine.modules else {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
+    return Shape(
+        name="v32",
+        path="{models}/v32",
+        arguments=(*_GPU, "256", "--context-length", "8192", "--cuda-graph-max-bs-decode", "16"),
+        stock=("--kv-cache-dtype", "bfloat16", *bf16),
+        by_layout=own | _PAIRED_ARGUMENTS,
+        environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
+        # The kernels of sparse attention need contiguous rows of a layer.
+        arrangements=("layer_major",),
+        vocabulary=(3, 511),
+        prompts=_SPARSE_PROMPTS,
+        hit_tokens=3840,
+        pool_tokens=16384,
+        writer=("random_deepseek", "deepseek_v32"),
+        is_sparse=True,
+        needs=_PAIRED_NEEDS,
+    )
+
+
+#: Names of the random models' shapes.
+RANDOM_SHAPES = ("v3", "v32", "kimi")
+
+
+def random_shapes(machine: Machine) -> list[Shape]:
+    """Random models with the shapes of DeepSeek-V3, V3.2 and Kimi-Linear."""
+    return [
+        _dense("v3", ("random_deepseek", "deepseek_v3")),
+        _sparse(machine),
+        # The number of states is limited, because SGLang would use half of the memory for them; a running
+        # request has five.
+        _dense(
+            "kimi", ("random_hybrid", "kimi_linear"),
+            "--max-running-requests", "16", "--max-mamba-cache-size", "128", hit_tokens=HYBRID_HIT_TOKENS,
+        ),
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------- the demo's, on a CPU
+
+
+def demo_shape() -> Shape:
+    """The small trained model that comes with the package, served on a CPU."""
+    from sgl_kvpool.demo.server import cpu_arguments
+    from sgl_kvpool.demo.shipped import held_out_windows, model_path
+
+    # Without --model-path, --port and the pool size, which are added later.
+    arguments = cpu_arguments("", 0)[4:]
+    at = arguments.index("--max-total-tokens")
+    return Shape(
+        name="demo",
+        path=str(model_path()),
+        arguments=(
+            *arguments[:at],
+            *arguments[at + 2 :],
+            "--page-size",
+            str(PAGE_SIZE),
+            "--random-seed",
+            "0",
+        ),
+        stock=(),
+        by_layout={},
+        vocabulary=(32, 126),
+        # One window of every second module.
+        prompts=tuple(window.token_ids for window in held_out_windows()[::4]),
+        hit_tokens=960,
+        pool_tokens=4096,
+        concurrency=4,
+        request_tokens=128,
+        new_tokens=32,
+        wait_s=540.0,
+        on_cpu=True,
+    )
+
+
+# ------------------------------------------------------- a real checkpoint
+
+
+def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Shape:
+    """Shape of the user's checkpoint.
+
+    ValueError: if the folder has no config.json.
+    """
+    from sgl_kvpool.demo.shipped import held_out_windows
+
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"--model {path}: config.json is missing; give the folder of a checkpoint")
+    found = json.loads(config.read_text("utf-8"))
+    found = {**found, **found.get("text_config", {})}
+    windows = held_out_windows()
+    # Text, which the server tokenizes: 16 windows of 2048 characters, one per module.
+    texts = tuple(a.text + b.text for a, b in zip(windows[::2], windows[1::2], strict=True))
+    demo = demo_shape() if on_cpu else None
+    own = demo.arguments if demo is not None else ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
+    is_sparse = bool(found.get("index_topk"))
+    is_hybrid = any(found.get(name) for name in _HYBRID_FIELDS)
+    by_layout: Mapping[str, tuple[str, ...]] = {}
+    if not on_cpu:
+        # With BF16 rows of dense attention SGLang would choose another backend than with the other layouts.
+        by_layout = _PAIRED_ARGUMENTS if is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL)
+    hit_tokens = _HYBRID_MODEL_HIT_TOKENS if is_hybrid else 8192
+    return Shape(
+        name="model",
+        path=str(Path(path).resolve()),
+        arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ())),
+        # The user's arguments come last, so that they replace ours.
+        stock=tuple(more),
+        by_layout={layout: (*by_layout.get(layout, ()), *more) for layout in LAYOUTS},
+        arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
+        vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,
+        prompts=texts,
+        hit_tokens=hit_tokens if demo is None else demo.hit_tokens,
+        pool_tokens=None if demo is None else demo.pool_tokens,
+        concurrency=32 if demo is None else demo.concurrency,
+        request_tokens=1024 if demo is None else demo.request_tokens,
+        new_tokens=256 if demo is None else demo.new_tokens,
+        wait_s=3600 if demo is None else demo.wait_s,
+        on_cpu=on_cpu,
+        is_sparse=is_sparse,
+        needs=_PAIRED_NEEDS if is_sparse and not on_cpu else {},
+    )
+
+
+def write_checkpoint(module: str, shape: str, folder: Path) -> None:
+    """Write a random checkpoint with a writer of tests/gpu."""
+    import importlib
+    import sys
+
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+    importlib.import_module(module).write(folder, shape)

@@ -1,0 +1,1 @@
+"""Servers under load, and checks of their state: `python -m scripts.soak`."""

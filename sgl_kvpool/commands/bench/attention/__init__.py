@@ -1,1 +1,0 @@
-"""`sgl-kvpool bench attention`: `mla_decode` beside other kernels. `program` defines the arguments."""

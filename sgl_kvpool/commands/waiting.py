@@ -1,0 +1,61 @@
+"""What a command does before and while a user waits: a quick look for a GPU, and the time on stderr."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["no_gpu", "progress"]
+
+#: Prints the driver's error code and the number of GPUs. Run in its own process, because processes that have
+#: initialized CUDA cannot fork. Importing torch takes 3 to 100 s.
+_ASK_DRIVER = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+print(cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)), count.value)
+"""
+#: Seconds until the first line of `progress`, and between the others.
+_FIRST_S, _NEXT_S = 5.0, 10.0
+
+
+def no_gpu() -> str | None:
+    """Why CUDA sees no GPU here, without importing torch; None if it sees one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"no GPU is visible: CUDA_VISIBLE_DEVICES={visible!r} hides all"
+    command = [sys.executable, "-I", "-S", "-c", _ASK_DRIVER]
+    asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode:
+        return "no GPU is visible: libcuda.so.1, the library of NVIDIA's driver, cannot be loaded"
+    error, count = map(int, asked.stdout.split())
+    if error or not count:
+        return f"no GPU is visible: the driver finds {count} (error {error})"
+    return None
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Print the elapsed seconds to stderr while the block runs: after 5 s, then every 10 s.
+
+    Yields a function that sets a text, such as a count, which the following lines contain.
+    """
+    began, ended, state = time.monotonic(), threading.Event(), [""]
+
+    def show() -> None:
+        wait_s = _FIRST_S
+        while not ended.wait(wait_s):
+            wait_s = _NEXT_S
+            print(f"{what}{state[0]}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield lambda text: state.__setitem__(0, f", {text}")
+    finally:
+        ended.set()
+        thread.join()

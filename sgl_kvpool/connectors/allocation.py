@@ -1,0 +1,228 @@
+"""Allocates cross-layer buffers and recurrent states, views and copies their bytes. Needs torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sgl_kvpool.connectors.cross_layer import CrossLayerGroup, LayerPages, check_chunks, shape_of
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.memory.canonical import (
+    CanonicalGroup,
+    CanonicalKVCaches,
+    LayerReference,
+    TensorList,
+    byte_pages,
+    check_interchangeable,
+)
+from sgl_kvpool.memory.runs import PageRuns
+from sgl_kvpool.refusal import whole_number
+from sgl_kvpool.transfer.cpu_engine import copy_checked_pages
+
+__all__ = ["allocate_cross_layer", "allocate_states", "as_canonical", "copy_pages"]
+
+
+def allocate_cross_layer(
+    sets: Sequence[Sequence[LayerPages]],
+    *,
+    pages: int,
+    arrangement: KVArrangement | str,
+    device: torch.device | str,
+) -> tuple[CrossLayerGroup, ...]:
+    """Allocate the buffers of sets of layers, one buffer per page size, number of heads and backend.
+
+    Parameters
+    ----------
+    sets : sequence of sequence of LayerPages
+        Layers in model order, one set for all layers that share their page indices.
+    pages : int
+        Pages of every buffer, including SGLang's reserved page.
+    arrangement : KVArrangement
+        Any arrangement but `layer_major`.
+    device : torch.device
+        Device of the buffers; `meta` gives shapes and strides only.
+
+    Returns
+    -------
+    tuple of CrossLayerGroup
+        Zeroed buffers, in the order of their first layers. Layers of different page sizes, head counts or
+        backends are in different groups; pages are never padded to a common size.
+
+    Raises
+    ------
+    ValueError
+        For an empty list of layers, a name used twice, pages of different numbers of tokens, or a page that
+        the arrangement cannot split.
+    """
+    arrangement = KVArrangement.parse(arrangement)
+    names = [layer.name for members in sets for layer in members]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"layers {names}: give at least one, and each once")
+    pages = whole_number("pages", pages)
+    tokens = {layer.page_size_tokens for members in sets for layer in members}
+    if len(tokens) != 1:
+        raise ValueError(
+            f"kernels of these layers see pages of {sorted(tokens)} tokens; a page index has to mean the "
+            "same tokens in every buffer: allocate such layers separately"
+        )
+    buckets: dict[tuple, list[list[LayerPages]]] = {}
+    for number, members in enumerate(sets):
+        for layer in members:
+            check_chunks(arrangement, layer)
+            buckets.setdefault(layer.key, [[] for _ in sets])[number].append(layer)
+    groups = []
+    for per_set in buckets.values():
+        positions = max(len(members) for members in per_set)
+        first = next(layer for members in per_set for layer in members)
+        shape = shape_of(arrangement, first, pages, positions)
+        groups.append(
+            CrossLayerGroup(
+                arrangement=arrangement,
+                tensor=torch.zeros(shape, dtype=torch.int8, device=device),
+                layers=tuple((*m, *[None] * (positions - len(m))) for m in per_set),
+            )
+        )
+    return tuple(groups)
+
+
+def allocate_states(
+    layers: Mapping[int | str, Mapping[str, int]], *, slots: int, device: torch.device | str
+) -> dict[tuple[int | str, str], torch.Tensor]:
+    """Allocate one tensor per layer and kind of recurrent state; kernels take these tensors separately.
+
+    Parameters
+    ----------
+    layers : mapping of layer to mapping of kind to bytes
+        Bytes of one state, for instance ``{3: {"conv": 18432, "ssm": 262144}}``.
+    slots : int
+        State slots per layer and kind.
+
+    Returns
+    -------
+    dict of (layer, kind) to Tensor [slots, bytes], int8
+
+    Raises
+    ------
+    ValueError
+        If a number is not a positive integer.
+    """
+    slots = whole_number("slots", slots)
+    return {
+        (layer, kind): torch.zeros(
+            (slots, whole_number(f"{kind} of layer {layer}", size_bytes)), dtype=torch.int8, device=device
+        )
+        for layer, kinds in layers.items()
+        for kind, size_bytes in kinds.items()
+    }
+
+
+def as_canonical(
+    groups: Sequence[CrossLayerGroup],
+    names: Sequence[str],
+    states: Mapping[tuple[int | str, str], torch.Tensor] | None = None,
+) -> CanonicalKVCaches:
+    """Byte view of the buffers and states that the allocators returned.
+
+    Parameters
+    ----------
+    groups : sequence of CrossLayerGroup
+        Result of `allocate_cross_layer`.
+    names : sequence of str
+        Names of the sets, in the order of the sets.
+    states : mapping, optional
+        Result of `allocate_states`; becomes a group called "state".
+
+    Returns
+    -------
+    CanonicalKVCaches
+
+    Raises
+    ------
+    ValueError
+        If the number of names differs from that of sets, or groups (or states) were not allocated together.
+    """
+    if {len(group.layers) for group in groups} != {len(names)}:
+        raise ValueError(f"{len(names)} names for {[len(group.layers) for group in groups]} sets of layers")
+    if len({(group.pages, group.first.page_size_tokens) for group in groups}) != 1:
+        raise ValueError(f"groups of {[group.pages for group in groups]} pages were not allocated together")
+    tensors = TensorList()
+    indices = [tensors.add(group.canonical_tensor()) for group in groups]
+    found = [
+        CanonicalGroup(
+            name=name,
+            layers=tuple(
+                reference
+                for index, group in zip(indices, groups, strict=True)
+                for reference in group.references(number, index)
+            ),
+            num_pages=groups[0].pages,
+            page_size_tokens=groups[0].first.page_size_tokens,
+        )
+        for number, name in enumerate(names)
+    ]
+    if states:
+        found.append(_state_group(states, tensors))
+    return CanonicalKVCaches(tuple(tensors.tensors), tuple(found))
+
+
+def _state_group(states: Mapping[tuple[int | str, str], torch.Tensor], tensors: TensorList) -> CanonicalGroup:
+    slots = {len(state) for state in states.values()}
+    if len(slots) != 1:
+        raise ValueError(f"states of {sorted(slots)} slots were not allocated together")
+    references = []
+    for (layer, kind), state in states.items():
+        view = byte_pages(state, 1, f"{kind} of layer {layer}")
+        runs = PageRuns(tensor_index=tensors.add(view), offset_bytes=0, run_bytes=view.shape[1])
+        references.append(LayerReference(layer_id=layer, part=kind, runs=runs, content="bytes"))
+    return CanonicalGroup(
+        name="state", layers=tuple(references), num_pages=slots.pop(), page_size_tokens=None
+    )
+
+
+def copy_pages(
+    source: CanonicalKVCaches,
+    target: CanonicalKVCaches,
+    group: str,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+) -> None:
+    """Copy pages of one group from one set of caches to another, with torch alone.
+
+    Each layer takes a gather and a scatter, with a copy between them if the devices differ. Arrangements may
+    differ; the content of each layer may not. Bytes outside the layers of the group stay as they are.
+
+    Parameters
+    ----------
+    source, target : CanonicalKVCaches
+    group : str
+        Name of a group in both.
+    source_pages, target_pages : Tensor [pages], int32 or int64
+        Page indices, on the device of their caches.
+
+    Raises
+    ------
+    ValueError
+        If the lists have different lengths, a page is outside of the group or listed twice for the target,
+        or the layers have different content.
+    TypeError
+        If a list is not an integer tensor.
+    """
+    ours, theirs = source.group(group), target.group(group)
+    for pages in (source_pages, target_pages):
+        kind = getattr(pages, "dtype", type(pages).__name__)
+        if kind not in (torch.int32, torch.int64):
+            raise TypeError(f"a list of pages is {kind}, expected a tensor of int32 or int64")
+    if source_pages.shape != target_pages.shape or source_pages.dim() != 1:
+        raise ValueError(
+            f"page lists have shapes {tuple(source_pages.shape)} and {tuple(target_pages.shape)}"
+        )
+    for pages, count in ((source_pages, ours.num_pages), (target_pages, theirs.num_pages)):
+        if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < count):
+            raise ValueError(
+                f"pages {int(pages.min())} to {int(pages.max())} requested, the group has {count}"
+            )
+    if len(target_pages.unique()) != len(target_pages):
+        raise ValueError("a page of the target is listed twice")
+    check_interchangeable(ours, theirs)
+    copy_checked_pages(source, target, group, source_pages, target_pages, range(len(ours.layers)))

@@ -1,0 +1,120 @@
+"""Hooks of a host tier against silent losses: what is not backed up is counted, older pages are stored.
+
+Also, the events of a host tier go on while a server is paused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sgl_kvpool import metrics
+from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+
+__all__ = ["store_attached", "warn_of_small_tier"]
+
+logger = logging.getLogger(__name__)
+
+#: Nodes of a tree that were given to the store since it was attached at run time; absent for other trees.
+_stored: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+#: Most nodes in such a set, 10 MB. A node that is forgotten is given to the store again, which has its pages.
+_MOST_STORED = 1 << 17
+
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+uses(f"{_TREE}.is_backuped", "host tier", takes=("self", "node_id"))
+uses(f"{_SCHEDULER}._process_hicache_events", "host tier", takes=("self", "should_retry_storage_prefetch"))
+fields("hicache_ratio", "hicache_size", "hicache_host_memory_fraction")
+
+
+def warn_of_small_tier(tier: Any, pool: Any) -> None:
+    """Log that a host tier has fewer tokens than the device's pool, if prompts are then not backed up.
+
+    `write_back` backs up what leaves the device, so that the two do not hold the same pages.
+    """
+    from sglang.srt.runtime_context import get_memory
+
+    from sgl_kvpool.srt.host.tier_bytes import capacity
+
+    memory, tokens = get_memory(), capacity(pool)
+    in_tree = memory.enable_hierarchical_cache and memory.hicache_host_memory_mode == "cache"
+    if not in_tree or memory.hicache_write_policy == "write_back" or tier.logical_size >= tokens:
+        return
+    wanted = memory.hicache_ratio * tokens / max(tier.logical_size - tier.page_size, 1)  # SGLang rounds up
+    if memory.hicache_size:
+        given = "--hicache-size"
+    elif memory.hicache_host_memory_fraction is None:
+        given = f"--hicache-ratio of at least {wanted:.2f}"
+    else:
+        given = (
+            f"--hicache-host-memory-fraction (it is {memory.hicache_host_memory_fraction}, and SGLang has "
+            f"lowered the ratio to {memory.hicache_ratio:.2f}; {wanted:.2f} is needed)"
+        )
+    logger.warning(
+        "sgl-kvpool: the host tier has %d tokens and the device's pool %d: pages on the device fill the "
+        "tier, and further prompts are neither backed up nor stored; give a larger %s, or "
+        "--hicache-write-policy write_back",
+        tier.logical_size,
+        tokens,
+        given,
+    )
+
+
+@around(f"{_TREE}._execute_kv_backup", "host tier")
+def _execute_kv_backup(original, self, node_id, device_value, comp_xfers, sidecar_xfers):
+    """Count the pages of a node that is not backed up for want of room in the tier."""
+    found = original(self, node_id, device_value, comp_xfers, sidecar_xfers)
+    if found is not None:
+        return found
+    tokens, pools = len(device_value), self.cache_controller.mem_pool_host
+    room, most = pools.available_size(), pools.logical_size
+    pages = -(-tokens // self.page_size)
+    if tokens > most:
+        metrics.uncached("prompt_too_long", pages, f"{tokens} tokens, and the tier has {most}")
+    elif tokens > room:
+        metrics.uncached("tier_full", pages, f"{tokens} tokens of a prompt, {room} of {most} are free")
+    elif comp_xfers:  # states; rows and index keys were refused by `HybridCacheController.write`, a failure
+        metrics.uncached("tier_full", pages, f"the state of {tokens} tokens of a prompt")
+    return None
+
+
+def store_attached(tree: Any) -> None:
+    """Note that a store was attached to a tree at run time: the tier's pages so far are not in the store."""
+    _stored[tree] = set()
+
+
+@around(f"{_TREE}.write_backup_storage", "host tier")
+def _write_backup_storage(original, self, node_id):
+    """Before a node's pages, store those of its prefix that were backed up before the store was attached.
+
+    Without them the store could not be searched up to the node: SGLang stores a node once, when its backup
+    has ended.
+    """
+    stored = _stored.get(self)
+    if stored is not None:
+        if len(stored) > _MOST_STORED:
+            stored.clear()
+        (path,) = self.tree_core.collect_path_info([node_id])
+        older = [node.node_id for node in path[:-1] if node.node_id not in stored]
+        if older:
+            # SGLang stores these when their backups have ended.
+            pending = {one for w in self.ongoing_write_through.values() for one in w.publish_node_ids}
+            for one in older:
+                if one not in pending and self.is_backuped(one):
+                    original(self, one)
+        stored.update(older, (node_id,))
+    return original(self, node_id)
+
+
+@around(f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", "host tier")
+def _record_scheduler_state_for_paused_engine(original, self):
+    """Also process the tier's events, for which SGLang's loop has no turn while the server is paused.
+
+    Backups and calls of a store that had not ended would keep the server from being idle, and /flush_cache
+    failing, until it continues. All ranks of a tree come here in the same turn of their loops; the loop of
+    pipeline stages does not pause.
+    """
+    self._process_hicache_events(should_retry_storage_prefetch=False)
+    return original(self)

@@ -1,0 +1,368 @@
+"""Hooks of weight updates: new weights get new keys in stores, and pools take the new k_scales.
+
+SGLang updates weights while it serves, in one call or in a session of several, with or without a flush of its
+caches, and a call that fails may have changed weights. From the start of an update on, nothing is stored or
+fetched. The next flush outside a session that succeeds ends this: SGLang refuses a flush while a request, a
+backup or a prefetch is under way, so no page of the old weights gets a key of the new ones. Only decode
+servers that store what they generate may have such pages left; these keep the old name, or are not stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+
+if TYPE_CHECKING:
+    from sgl_kvpool.srt.pool.row_pool import RowPool
+
+__all__ = ["DRAWN", "SERVED", "ServedWeights", "attach", "draw", "follow_k_scales"]
+
+logger = logging.getLogger(__name__)
+
+#: `ServerArgs` attribute of the random part, which the launcher draws for the ranks of all replicas.
+DRAWN = "_kvpool_drawn"
+#: Versions that name no weights; "default" is SGLang's for servers that give none.
+_UNNAMED = (None, "", "default")
+#: Hexadecimal digits of a key that name the weights.
+_DIGITS = 16
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+uses(f"{_UPDATER}._select_runners", "pools", takes=("self", "selector"))
+fields("enable_memory_saver", "enable_weights_cpu_backup", "weight_version")
+
+
+class ServedWeights:
+    """The weights that this process serves, and their name in the keys of stores.
+
+    All ranks see the same updates, so they agree on names without a message. The version that an update gives
+    names the weights if it differs from the one before; otherwise the number of updates and a random part,
+    which the ranks have in common, do. After an update that failed or loaded nothing, the random part is that
+    of one replica, since another one's weights may differ. Without an update and a version, keys contain no
+    name.
+
+    Attributes
+    ----------
+    digits : str
+        The name as the last digits of a key; empty for none.
+    unsettled : bool
+        Whether the weights may have changed since they were named. SGLang's threads for stores read both.
+    has_store : bool
+        Whether a store was attached.
+    first_operation : int
+        Id of the first operation of SGLang's for a store that can have rows of these weights.
+    """
+
+    def __init__(self) -> None:
+        self.digits = ""
+        self.unsettled = self.has_store = False
+        self.first_operation = 0
+        self._thread = threading.local()
+        self._random: str | None = None
+        self._own: str | None = None
+        self._updates = 0
+        #: Version that the last update gave, and the one before it.
+        self._version: str | None = None
+        self._before: str | None = None
+        # Of a session: whether one is open, its last call has loaded weights, one has failed, and SGLang's
+        # caches were flushed after the last.
+        self._is_open = self._loaded = self._failed = self._flushed = False
+
+    def key(self, key: str) -> str:
+        """Key of a page of these weights, as long as SGLang's, because names of files are limited.
+
+        The last digits of the hash make room for those of the weights. A key of these weights stays as it is.
+        """
+        digits = getattr(self._thread, "digits", self.digits)
+        return key[: len(key) - len(digits)] + digits
+
+    def keys(self, keys: Sequence[str]) -> list[str]:
+        """`key` of several pages."""
+        return [self.key(key) for key in keys]
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Keep the name for this thread inside the block, in which the weights may get another one."""
+        self._thread.digits = self.digits
+        try:
+            yield
+        finally:
+            del self._thread.digits
+
+    def start(self, version: str, random: str, own: str, k_scales: str) -> None:
+        """Name the weights before a store is attached, by the server's `--weight-version`.
+
+        `random` and `own` are the random part, and that of this replica alone.
+        """
+        self._random, self._own, self.has_store = random, own, True
+        if not self._updates:
+            self._version = version
+        if not self.unsettled:
+            self._name(k_scales)
+
+    # ---------------------------------------------------------------- updates
+
+    def begin(self, version: str, *, session: bool = False) -> None:
+        """Weights change from now on, in this call or until `end`; `version` is the one before."""
+        self.unsettled = True
+        self._updates += 1
+        self._version, self._before = None, version
+        # SGLang accepts an update of one call within a session, which goes on.
+        self._failed = self._is_open and self._failed
+        self._is_open = self._is_open or session
+        self._loaded = self._flushed = False
+
+    def begin_load(self) -> None:
+        """A call of a session loads weights next."""
+        self._loaded = self._flushed = False
+
+    def loaded(self, version: str | None) -> None:
+        """Weights were loaded, and the request gave this version; or it gave a version alone."""
+        self._loaded = True
+        if version not in (None, self._before) and not self._failed:
+            self._version = version
+
+    def end_load(self) -> None:
+        """A call of a session ends. If it loaded no weights, no version names what the session leaves."""
+        if not self._loaded:
+            self._failed, self._version = True, None
+
+    def renamed(self, version: str, before: str) -> None:
+        """A request gave a version alone, as after weights that arrived by RDMA."""
+        if version == before:
+            return
+        if not self._is_open:
+            self.begin(before)
+        self.loaded(version)
+
+    def end(self) -> bool:
+        """A session ends; whether SGLang's caches were flushed after its last load."""
+        self._is_open = False
+        return self._flushed
+
+    def flushed(self, k_scales: Callable[[], str]) -> bool:
+        """SGLang's caches are empty: name the weights if they may have changed. False if that has to wait."""
+        self._flushed = True
+        if self._is_open or not self.unsettled:
+            return False
+        self._name(k_scales())
+        self.unsettled = False
+        return True
+
+    def _name(self, k_scales: str) -> None:
+        name = f"{self._version} {k_scales}"
+        if self._version in _UNNAMED:
+            random = self._random if self._loaded and not self._failed else self._own
+            name = f"{random} {self._updates}" if self._updates else ""
+        # A version of the command line may be no UTF-8.
+        encoded = name.encode(errors="surrogatepass")
+        self.digits = hashlib.blake2b(encoded, digest_size=_DIGITS // 2).hexdigest() if name else ""
+
+
+# -------------------------------------------------------------------- names
+
+
+#: The weights of this process, which has one scheduler.
+SERVED = ServedWeights()
+
+
+def draw(server_args: Any) -> None:
+    """Draw the random part in the process that launches the schedulers."""
+    setattr(server_args, DRAWN, secrets.token_hex(16))
+
+
+def attach() -> None:
+    """Name the weights before a store is attached; all ranks attach it at the same time."""
+    import torch.distributed as dist
+    from sglang.srt.runtime_context import get_server_args
+
+    # Launchers of several machines have drawn several. The ranks of a replica are one world.
+    own = secrets.token_hex(16)
+    drawn = [getattr(get_server_args(), DRAWN, None) or own, own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(drawn, src=0)
+    random, own = drawn
+    SERVED.start(_version(), random, own, _k_scales_digest())
+    if SERVED.digits:
+        logger.info("sgl-kvpool: keys in stores end with %s, which names the weights", SERVED.digits)
+
+
+def _version() -> str:
+    from sglang.srt.runtime_context import get_serving
+
+    return get_serving().weight_version
+
+
+# -------------------------------------------------------------------- k_scales
+
+
+@dataclass
+class _Followed:
+    """A pool, and a function that collects and checks the k_scales of its model."""
+
+    pool: RowPool
+    collect: Callable[[], Mapping[int, float]]
+
+
+#: The pools of this process, target first.
+_followed: list[_Followed] = []
+
+
+def follow_k_scales(pool: RowPool, collect: Callable[[], Mapping[int, float]]) -> None:
+    """Let a pool take the k_scales that `collect` finds in the model after an update."""
+    _followed.append(_Followed(pool, collect))
+
+
+def _k_scales_digest() -> str:
+    from sgl_kvpool.srt.pool.row_pool import k_scales_digest
+
+    return k_scales_digest([one.pool.row_pool for one in _followed])
+
+
+def _take_k_scales(scheduler: Any) -> None:
+    """Collect the k_scales again. RuntimeError, which ends the server, where something keeps the old ones.
+
+    The weights are other ones already, so the update cannot be refused.
+    """
+    for one in _followed:
+        new = one.collect()  # a model's loader sets k_scales, and never removes them
+        layer = next((x for x in sorted(new) if new[x] != one.pool.k_scale(x)), None)
+        if layer is None:
+            continue
+        kept = _kept_in(scheduler, one.pool)
+        if kept is not None:
+            raise RuntimeError(
+                f"an update of weights has changed k_scale of layer {layer} from "
+                f"{one.pool.k_scale(layer)} to {new[layer]}, and {kept}; "
+                "start the server with the new weights"
+            )
+        one.pool.take_k_scales(new)
+
+
+def _kept_in(scheduler: Any, pool: RowPool) -> str | None:
+    """What keeps a pool's old k_scales; None if nothing does."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    for _, runner in scheduler.weight_updater._select_runners():
+        graphs = (runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner)
+        if any(not isinstance(graph, EagerRunner) for graph in graphs if graph is not None):
+            return "CUDA graphs have captured the old one"
+    if scheduler.disaggregation_mode != DisaggregationMode.NULL:
+        return "peers have compared the old one when they connected (--disaggregation-mode)"
+    layout = pool.kv_cache_layout
+    if pool.row_pool.host_tier.host_layout(layout) is not layout:
+        return "the host tier converts rows with the old one (--kv-host-layout)"
+    return None
+
+
+# -------------------------------------------------------------------- SGLang's calls
+
+
+@around(f"{_UPDATER}.update_weights_from_disk", "pools")
+@around(f"{_UPDATER}.update_weights_from_ipc", "pools")
+def _update_weights(original, self, recv_req):
+    """An update of one call, which flushes at its end if the request says so."""
+    SERVED.begin(_version())
+    return original(self, recv_req)
+
+
+@around(f"{_UPDATER}.begin_weight_update", "pools")
+def _begin_weight_update(original, self, recv_req):
+    """Open a session; until it ends, any process may write the weights."""
+    if self._session is None:
+        SERVED.begin(_version(), session=True)
+    return original(self, recv_req)
+
+
+@around(f"{_UPDATER}.update_weights_from_distributed", "pools")
+@around(f"{_UPDATER}.update_weights_from_tensor", "pools")
+def _load_bucket(original, self, recv_req):
+    """Load some of a session's weights; SGLang refuses the call without a session."""
+    if self._session is None:
+        return original(self, recv_req)
+    SERVED.begin_load()
+    result = original(self, recv_req)
+    SERVED.end_load()
+    return result
+
+
+@around(f"{_UPDATER}.end_weight_update", "pools")
+def _end_weight_update(original, self, recv_req):
+    """End a session, and repeat the flush of its last call: SGLang has changed the weights' form since."""
+    if self._session is None:
+        return original(self, recv_req)
+    result = original(self, recv_req)
+    if SERVED.end():
+        self.flush_cache(empty_cache=False)
+    return result
+
+
+@around(f"{_UPDATER}.record_weight_version_after_update", "pools")
+def _record_weight_version_after_update(original, self, weight_version):
+    """SGLang calls this after each load that has succeeded, also without a version."""
+    SERVED.loaded(weight_version)
+    return original(self, weight_version)
+
+
+@around(f"{_SCHEDULER}.handle_update_weight_version", "pools")
+def _handle_update_weight_version(original, self, recv_req):
+    """A new version alone announces weights that changed without a load."""
+    SERVED.renamed(recv_req.new_version, _version())
+    return original(self, recv_req)
+
+
+@around(f"{_UPDATER}.check_weights", "pools")
+def _check_weights(original, self, recv_req):
+    """SGLang's check may overwrite the weights, to see whether a later update replaces all of them."""
+    if recv_req.action == "reset_tensors":
+        SERVED.begin(_version())
+    return original(self, recv_req)
+
+
+@around(f"{_UPDATER}.resume_memory_occupation", "pools")
+def _resume_memory_occupation(original, self, recv_req):
+    """Weights that were released without a copy in host memory come back with any contents."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_exec
+
+    features = get_exec().features
+    released = not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags
+    if released and features.enable_memory_saver and not features.enable_weights_cpu_backup:
+        SERVED.begin(_version())
+    return original(self, recv_req)
+
+
+@around(f"{_SCHEDULER}.flush_cache", "pools", reads=("empty_cache",))
+def _flush_cache(original, self, *args, **kwargs):
+    """After a flush that succeeded, take the k_scales of the new weights and name them."""
+    if not original(self, *args, **kwargs):
+        return False
+
+    def settle() -> str:
+        _take_k_scales(self)
+        if SERVED.has_store:
+            from sglang.srt.managers.cache_controller import StorageOperation
+
+            SERVED.first_operation = StorageOperation.counter
+        return _k_scales_digest()
+
+    if SERVED.flushed(settle):
+        beliefs = getattr(self.tree_cache, "storage_existence_cache", None)
+        if beliefs is not None:
+            beliefs.clear()  # of keys that contain the old name
+        if SERVED.has_store:
+            logger.info(
+                "sgl-kvpool: caches were flushed after an update of weights; keys in stores end with %s now",
+                SERVED.digits,
+            )
+    return True

@@ -1,0 +1,409 @@
+"""Cross-layer buffers against numpy's transposition of axes, and shapes of models that vLLM serves.
+
+Names and docstrings with A1 to D5 refer to the vLLM checklist: defects and fixtures of vLLM's pull requests
+37090 (A), 42374 (B), 34373 (C) and 37853 (D).
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_kvpool.connectors.allocation import allocate_cross_layer, allocate_states, as_canonical
+from sgl_kvpool.connectors.cross_layer import CrossLayerGroup, LayerPages
+from sgl_kvpool.memory.arrangement import KVArrangement
+
+READER, OTHER = object(), object()
+#: Axes in memory, from the outermost; written here once more, as the oracle.
+ORDER = {"page_major": "BLXC", "token_major": "BXLC", "head_major": "BXLC"}
+SIZES = list(itertools.product((1, 2, 3), repeat=4))
+
+
+def layers(names, page_bytes, **extra):
+    extra = {"backend": READER, **extra}
+    return [LayerPages(name=name, page_bytes=page_bytes, **extra) for name in names]
+
+
+def one_group(order, count, pages, chunks, chunk_bytes, device="cpu"):
+    """`count` layers of `chunks` tokens or heads."""
+    axis = {"head_major": "heads", "token_major": "page_size_tokens", "page_major": "page_size_tokens"}[order]
+    members = layers(range(count), chunks * chunk_bytes, **{axis: chunks})
+    (group,) = allocate_cross_layer([members], pages=pages, arrangement=order, device=device)
+    return group
+
+
+def addresses(order, count, pages, chunks, chunk_bytes):
+    """Address of byte [layer, page, chunk, byte] as an array, by numpy alone."""
+    sizes = {"L": count, "B": pages, "X": chunks, "C": chunk_bytes}
+    in_memory = np.arange(count * pages * chunks * chunk_bytes).reshape([sizes[a] for a in ORDER[order]])
+    return in_memory.transpose([ORDER[order].index(axis) for axis in "LBXC"])
+
+
+def filled(group):
+    """Fill the group's bytes with a pattern that repeats after 251 bytes; return them as numpy."""
+    raw = group.tensor.view(-1).numpy()
+    raw[:] = (np.arange(raw.size) * 37 % 251).astype(np.uint8).view(np.int8)
+    return raw
+
+
+def addresses_of(view, group):
+    """Address of every byte of an int8 view, counted from the beginning of the group's buffer."""
+    begin = view.data_ptr() - group.tensor.data_ptr()
+    return begin + np.tensordot(view.stride(), np.indices(view.shape), axes=1)
+
+
+@pytest.mark.parametrize("order", ORDER)
+def test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer(order):
+    """B1, B3, B4: all sizes from {1, 2, 3}; views both ways, references, every byte once."""
+    for sizes in SIZES:
+        count, pages, chunks, _ = sizes
+        group = one_group(order, *sizes)
+        where = addresses(order, *sizes)
+        raw = filled(group)
+        caches = as_canonical([group], ["kv"])
+        covered = {"views": [], "runs": []}
+        for layer in range(count):
+            expected = raw[where[layer]]  # [pages, chunks, chunk_bytes]
+            view = group.layer_view(layer)
+            assert view.data_ptr() - group.tensor.data_ptr() == where[layer].min()
+            assert np.array_equal(view.numpy().reshape(expected.shape), expected), sizes
+            runs = caches.group("kv").layer(layer).runs
+            moved = caches.view(caches.group("kv"), runs)
+            assert np.array_equal(moved.reshape(pages, -1).numpy(), expected.reshape(pages, -1)), sizes
+            covered["views"].extend(addresses_of(view, group).ravel())
+            covered["runs"].extend(addresses_of(moved, group).ravel())
+        for kind, found in covered.items():
+            assert sorted(found) == list(range(raw.size)), (kind, sizes)  # a bijection
+        for layer in range(count):
+            before = raw.copy()
+            group.layer_view(layer).fill_(-1)
+            changed = np.flatnonzero(raw != before)
+            assert set(changed) <= set(where[layer].ravel())  # A5
+            assert (raw[where[layer]] == -1).all()
+            raw[:] = before
+        assert group.chunks == (1 if order == "page_major" else chunks)
+
+
+@pytest.mark.parametrize("order", ORDER)
+def test_b2_all_views_share_one_storage(order):
+    group = one_group(order, 3, 5, 2, 7)
+    caches = as_canonical([group], ["kv"])
+    views = [group.layer_view(layer) for layer in range(3)] + [group.canonical_tensor(), *caches.tensors]
+    views += [caches.view(caches.group("kv"), layer.runs) for layer in caches.group("kv").layers]
+    assert {v.untyped_storage().data_ptr() for v in views} == {group.tensor.data_ptr()}
+    assert group.tensor.untyped_storage().nbytes() == 3 * 5 * 2 * 7
+
+
+def test_a1_a_packed_reader_reads_a_neighbour():
+    """A1: (L, B, N, C) = (4, 3, 2, 6), page-major: layer 1, page 1 begins at 60, a packed reader takes 24."""
+    group = one_group("page_major", 4, 3, 2, 6)
+    raw = filled(group)
+    where = addresses("page_major", 4, 3, 2, 6)
+    assert where[1, 1, 0, 0] == 60
+    view = group.layer_view(1)
+    assert view.stride() == (48, 1)
+    assert view[1].numpy().tolist() == raw[60:72].tolist()
+    packed = view.as_strided(view.shape, (12, 1))  # what a kernel does that ignores the stride
+    assert packed[1].numpy().tolist() == raw[24:36].tolist() == raw[where[2, 0]].ravel().tolist()
+
+
+# -------------------------------------------------------------------- exact shapes of the checklist
+
+
+def test_gemma_2_one_set_and_two():
+    """26 layers of one kind, or 13 full and 13 sliding ones on the same bytes: twice the pages.
+
+    (7842, 26, 2, 16, 4, 256) against (15685, 13, 2, 16, 4, 256), bf16.
+    """
+    page = 2 * 16 * 4 * 256 * 2
+    memory = 15685 * 13 * page
+    (one,) = allocate_cross_layer(
+        [layers(range(26), page)], pages=7842, arrangement="page_major", device="meta"
+    )
+    found = one.tensor.view(torch.bfloat16).unflatten(-1, (2, 16, 4, 256))
+    assert tuple(found.shape) == (7842, 26, 2, 16, 4, 256)
+    assert found.stride() == (26 * 32768, 32768, 16384, 1024, 256, 1)
+    assert memory - one.page_bytes < one.tensor.nbytes <= memory
+
+    pairs = [layers([f"{kind}.{i}" for i in range(13)], page) for kind in ("full", "sliding")]
+    (two,) = allocate_cross_layer(pairs, pages=15685, arrangement="page_major", device="meta")
+    found = two.tensor.view(torch.bfloat16).unflatten(-1, (2, 16, 4, 256))
+    assert tuple(found.shape) == (15685, 13, 2, 16, 4, 256)
+    assert found.stride() == (13 * 32768, 32768, 16384, 1024, 256, 1)
+    assert two.holes == ()
+    for i in range(13):
+        full, sliding = two.layer_view(f"full.{i}"), two.layer_view(f"sliding.{i}")
+        assert full.storage_offset() == sliding.storage_offset() == i * page
+        assert full.stride() == sliding.stride() == (13 * page, 1)
+
+
+def gpt_oss(heads, arrangement, pages):
+    page = 2 * 16 * heads * 64 * 2
+    pairs = [layers([f"{kind}.{i}" for i in range(12)], page, heads=heads) for kind in ("full", "sliding")]
+    (group,) = allocate_cross_layer(pairs, pages=pages, arrangement=arrangement, device="meta")
+    return group
+
+
+def test_gpt_oss_page_major():
+    group = gpt_oss(8, "page_major", 136756)
+    assert tuple(group.tensor.shape) == (136756, 12, 32768)
+    assert group.tensor.stride() == (393216, 32768, 1)
+    view = group.layer_view("full.3").view(torch.bfloat16).view(136756, 2, 16, 8, 64).permute(1, 0, 2, 3, 4)
+    assert tuple(view.shape) == (2, 136756, 16, 8, 64)
+    assert view.stride()[1] == 393216 // 2
+
+
+def test_gpt_oss_head_major():
+    group = gpt_oss(4, "head_major", 66511)
+    assert tuple(group.tensor.shape) == (66511, 4, 12, 4096)
+    assert group.tensor.stride() == (196608, 49152, 4096, 1)
+    view = group.layer_view("sliding.11").view(torch.bfloat16).view(66511, 4, 2, 16, 64)
+    view = view.permute(0, 2, 3, 1, 4)
+    assert tuple(view.shape) == (66511, 2, 16, 4, 64)
+    assert view.stride() == (196608 // 2, 1024, 64, 49152 // 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "heads", "pages"), [("page_major", 8, 136756), ("head_major", 4, 66511)]
+)
+def test_full_and_sliding_layers_pair_on_the_same_bytes(arrangement, heads, pages):
+    group = gpt_oss(heads, arrangement, pages)
+    for i in range(12):
+        full, sliding = (group.layer_view(f"{kind}.{i}") for kind in ("full", "sliding"))
+        assert full.storage_offset() == sliding.storage_offset()
+        assert full.stride() == sliding.stride()
+    assert len({group.layer_view(f"full.{i}").storage_offset() for i in range(12)}) == 12
+
+
+def test_b1_sentinel_sizes():
+    """B1: 1234 pages and 5678 heads, which vLLM used to probe shapes with, mean nothing here."""
+    members = layers(range(2), 5678 * 6, heads=5678)
+    (group,) = allocate_cross_layer([members], pages=1234, arrangement="head_major", device="meta")
+    assert tuple(group.tensor.shape) == (1234, 5678, 2, 6)
+    (runs,) = [r.runs for r in group.references(0, 0) if r.layer_id == 1]
+    assert (runs.offset_bytes, runs.run_bytes, runs.run_count, runs.run_stride_bytes) == (6, 6, 5678, 12)
+
+
+def test_c1_a_hybrid_of_three_sets():
+    """C1: [full.0, full.1], [sw.0, sw.2], [sw.1, sw.3], 2048 each: one tensor (10, 4096), a run per set."""
+    sets = [layers(names, 2048) for names in (["full.0", "full.1"], ["sw.0", "sw.2"], ["sw.1", "sw.3"])]
+    groups = allocate_cross_layer(sets, pages=10, arrangement="page_major", device="cpu")
+    caches = as_canonical(groups, ["full", "sw_a", "sw_b"])
+    (tensor,) = caches.tensors
+    assert tuple(tensor.shape) == (10, 4096)
+    assert tensor.dtype == torch.int8
+    assert tensor.is_contiguous()
+    for name in ("full", "sw_a", "sw_b"):
+        (reference,) = caches.group(name).references
+        assert (reference.offset_bytes, reference.size_bytes, reference.run_count) == (0, 4096, 1)
+        assert caches.group(name).bytes_per_page == 4096
+    assert caches.group("sw_a").layer("sw.2").runs.offset_bytes == 2048
+    assert groups[0].layer_view("sw.3").data_ptr() == groups[0].layer_view("full.1").data_ptr()
+
+
+@pytest.mark.parametrize("arrangement", ["page_major", "token_major", "head_major"])
+def test_c2_a_hole_is_listed_and_never_read_written_or_counted(arrangement):
+    """C2: sets of 3, 3, 3 and 2 layers."""
+    sets = [
+        layers([f"{s}.{i}" for i in range(count)], 48, heads=3, page_size_tokens=4)
+        for s, count in enumerate((3, 3, 3, 2))
+    ]
+    groups = allocate_cross_layer(sets, pages=10, arrangement=arrangement, device="cpu")
+    (group,) = groups
+    assert group.holes == ((3, 2),)
+    caches = as_canonical(groups, list("abcd"))
+    assert [caches.group(name).bytes_per_page for name in "abcd"] == [144, 144, 144, 96]
+    last = caches.group("d")
+    group.tensor.fill_(-18)  # 0xEE
+    for reference in last.references:
+        caches.view(last, reference).fill_(1)
+    position = {"page_major": (slice(None), 2), "token_major": (slice(None), slice(None), 2)}
+    hole = group.tensor[position.get(arrangement, position["token_major"])]
+    assert (hole == -18).all()
+    assert int((group.tensor == 1).sum()) == 10 * 96
+    # A page of a set without holes is still one run, a page of the last set one run per chunk.
+    assert [len(caches.group(name).references) for name in "abcd"] == [1, 1, 1, 1]
+    assert caches.group("a").references[0].run_count == 1
+    assert last.references[0].run_count == group.chunks
+
+
+def test_c3_equal_shapes_of_two_backends_do_not_share():
+    """C3: the allocator gives layers of two backends separate buffers; a group of both is refused."""
+    ours, theirs = layers(["a", "b"], 64), layers(["c"], 64, backend=OTHER)
+    groups = allocate_cross_layer([[*ours, *theirs]], pages=2, arrangement="page_major", device="cpu")
+    assert [group.positions for group in groups] == [2, 1]
+    assert len({g.tensor.data_ptr() for g in groups}) == 2
+    with pytest.raises(ValueError, match="layers a and c are read by different backends"):
+        CrossLayerGroup(
+            arrangement=KVArrangement.PAGE_MAJOR,
+            tensor=torch.zeros(2, 2, 64, dtype=torch.int8),
+            layers=((ours[0], theirs[0]),),
+        )
+
+
+def test_c3_equal_is_not_identical():
+    """C3: backends that compare equal but are different objects do not share a buffer."""
+
+    class Backend:
+        def __eq__(self, other):
+            return True
+
+        def __hash__(self):
+            return 1
+
+    one, other = layers(["a"], 64, backend=Backend()), layers(["b"], 64, backend=Backend())
+    assert one[0].backend == other[0].backend
+    groups = allocate_cross_layer([[*one, *other]], pages=2, arrangement="page_major", device="cpu")
+    assert [group.positions for group in groups] == [1, 1]
+    with pytest.raises(ValueError, match="layers a and b are read by different backends"):
+        CrossLayerGroup(
+            arrangement=KVArrangement.PAGE_MAJOR,
+            tensor=torch.zeros(2, 2, 64, dtype=torch.int8),
+            layers=((one[0], other[0]),),
+        )
+
+
+def test_c4_mixed_page_sizes_are_separate_and_none_is_padded():
+    """C4."""
+    sets = [layers(["a", "b"], 64), layers(["c"], 64) + layers(["d"], 96)]
+    groups = allocate_cross_layer(sets, pages=3, arrangement="page_major", device="cpu")
+    assert [(g.positions, g.span_bytes) for g in groups] == [(2, 64), (1, 96)]
+    caches = as_canonical(groups, ["one", "two"])
+    assert [tuple(t.shape) for t in caches.tensors] == [(3, 128), (3, 96)]
+    assert caches.group("two").bytes_per_page == 160
+    assert groups[0].holes == ((1, 1),)
+    assert groups[1].holes == ((0, 0),)
+
+
+def test_c5_states_are_separate_tensors():
+    """C5: states (4, 2) and (8,) float32, 2 slots, 2 layers, filled with 42 and 99."""
+    states = allocate_states({0: {"conv": 32, "ssm": 32}, 1: {"conv": 32, "ssm": 32}}, slots=2, device="cpu")
+    (pages,) = allocate_cross_layer([layers([2, 3], 64)], pages=5, arrangement="page_major", device="cpu")
+    caches = as_canonical([pages], ["kv"], states)
+    assert [tuple(t.shape) for t in caches.tensors] == [(5, 128)] + [(2, 32)] * 4
+    group = caches.group("state")
+    assert group.page_size_tokens is None
+    assert group.num_pages == 2
+    states[0, "conv"][0].view(torch.float32).fill_(42)
+    states[1, "ssm"][1].view(torch.float32).fill_(99)
+    for (layer, kind), state in states.items():
+        view = caches.view(group, group.layer(layer, kind).runs)
+        assert view.data_ptr() == state.data_ptr()
+        values = view.reshape(2, 32).view(torch.float32)
+        expected = torch.zeros(2, 8)
+        if (layer, kind) == (0, "conv"):
+            expected[0] = 42
+        if (layer, kind) == (1, "ssm"):
+            expected[1] = 99
+        assert torch.equal(values, expected)
+    assert (pages.tensor == 0).all()
+
+
+def test_c6_a_head_of_all_layers_is_one_run():
+    """C6: what a rank of a tensor-parallel peer takes of a page."""
+    group = one_group("head_major", 3, 4, 2, 5)
+    raw = filled(group)
+    where = addresses("head_major", 3, 4, 2, 5)  # [layer, page, head, byte]
+    for page, head in itertools.product(range(4), range(2)):
+        run = where[:, page, head].ravel()
+        assert run.tolist() == list(range(run[0], run[0] + 15))
+        assert group.tensor[page, head].numpy().ravel().tolist() == raw[run].tolist()
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+def test_kernel_pages_of_different_sizes_are_refused():
+    sets = [layers(["a"], 64, page_size_tokens=16), layers(["b"], 64, page_size_tokens=32)]
+    with pytest.raises(ValueError, match=r"pages of \[16, 32\] tokens"):
+        allocate_cross_layer(sets, pages=2, arrangement="page_major", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("extra", "arrangement", "message"),
+    [
+        ({"page_size_tokens": 3}, "token_major", "64 bytes cannot be split into 3 chunks"),
+        ({"heads": 5}, "head_major", "64 bytes cannot be split into 5 chunks"),
+        ({"heads": 2, "padded_page_bytes": 128}, "head_major", "head_major page cannot be padded"),
+        ({}, "layer_major", "layer_major keeps layers apart"),
+        ({}, "nhd", "unknown KV cache arrangement 'nhd'"),
+    ],
+)  # fmt: skip
+def test_pages_an_arrangement_cannot_cut(extra, arrangement, message):
+    with pytest.raises(ValueError, match=message):
+        allocate_cross_layer([layers(["a"], 64, **extra)], pages=2, arrangement=arrangement, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"page_bytes": 0}, "page_bytes=0 is not a positive integer"),
+        ({"page_bytes": 2.0}, "page_bytes=2.0 is not"),
+        ({"page_bytes": True}, "page_bytes=True is not"),
+        ({"padded_page_bytes": float("nan")}, "padded_page_bytes=nan is not"),
+        ({"heads": -1}, "heads=-1 is not"),
+        ({"padded_page_bytes": 63}, "padded_page_bytes=63 is less than the page.s 64 bytes"),
+        ({"backend": None}, "layer a names no backend"),
+    ],
+)
+def test_invalid_layers_are_refused(extra, message):
+    with pytest.raises(ValueError, match=message):
+        LayerPages(**{"name": "a", "page_bytes": 64, "backend": READER, **extra})
+
+
+@pytest.mark.parametrize(
+    ("sets", "pages", "message"),
+    [
+        ([], 2, "give at least one"),
+        ([["a", "b"], ["a"]], 2, "each once"),
+        ([["a"]], 0, "pages=0 is not a positive integer"),
+        ([["a"]], 2.5, "pages=2.5 is not"),
+    ],
+)
+def test_invalid_sets_and_page_counts_are_refused(sets, pages, message):
+    with pytest.raises(ValueError, match=message):
+        allocate_cross_layer(
+            [layers(s, 8) for s in sets], pages=pages, arrangement="page_major", device="cpu"
+        )
+
+
+def test_views_of_what_was_not_allocated_together():
+    sets = [layers(["a"], 8), layers(["b"], 8)]
+    groups = allocate_cross_layer(sets, pages=2, arrangement="page_major", device="cpu")
+    other = allocate_cross_layer(
+        [layers(["c"], 8), layers(["d"], 8)], pages=5, arrangement="page_major", device="cpu"
+    )
+    for names in (["one"], ["one", "two", "three"]):
+        with pytest.raises(ValueError, match=f"{len(names)} names for"):
+            as_canonical(groups, names)
+    with pytest.raises(ValueError, match=r"groups of \[2, 5\] pages were not allocated together"):
+        as_canonical([*groups, *other], ["one", "two"])
+    states = {(0, "conv"): torch.zeros(4, 8), (0, "ssm"): torch.zeros(3, 8)}
+    with pytest.raises(ValueError, match=r"states of \[3, 4\] slots"):
+        as_canonical(groups, ["one", "two"], states)
+    whole = as_canonical(groups, ["one", "two"], {(0, "conv"): torch.zeros(4, 8)})
+    assert whole.group("state").bytes_per_page == 32  # of float32
+    with pytest.raises(ValueError, match="slots=0 is not"):
+        allocate_states({0: {"conv": 8}}, slots=0, device="cpu")
+    with pytest.raises(ValueError, match=r"conv of layer 0=8\.0 is not"):
+        allocate_states({0: {"conv": 8.0}}, slots=1, device="cpu")
+
+
+def test_tensors_that_do_not_fit_their_layers():
+    a, b = layers(["a", "b"], 64)
+    good = torch.zeros(2, 2, 64, dtype=torch.int8)
+    CrossLayerGroup(arrangement=KVArrangement.PAGE_MAJOR, tensor=good, layers=((a, b),))
+    for tensor, members, message in (
+        (good[:, :1], ((a, b),), r"the layers need int8 \(2, 2, 64\)"),
+        (good.float(), ((a, b),), "the tensor is torch.float32"),
+        (torch.zeros(2, 2, 128, dtype=torch.int8)[..., ::2], ((a, b),), "it has to be contiguous"),
+        (good, ((a, b), (None,)), r"sets of \[2, 1\] positions"),
+        (good, ((None, None),), "no layer at any position"),
+        (good, ((a, b), (a, None)), "a layer is listed twice"),
+        (good, ((a, LayerPages(name="c", page_bytes=65, backend=READER)),), "differ in page size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CrossLayerGroup(arrangement=KVArrangement.PAGE_MAJOR, tensor=tensor, layers=members)
+    with pytest.raises(KeyError, match="layer 'z' is not in this group"):
+        CrossLayerGroup(arrangement=KVArrangement.PAGE_MAJOR, tensor=good, layers=((a, b),)).layer_view("z")

@@ -1,0 +1,181 @@
+"""Views of states and of pools inside pools, and the pools that `describe` refuses.
+
+C5, C7 and D4 are items of the vLLM checklist of tests/connectors.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from real_pools import MLA, dsa, hybrid, mha, mla, ours, swa
+
+from sgl_kvpool.connectors import describe
+
+pytestmark = pytest.mark.usefixtures("published")
+
+# -------------------------------------------------------------------- states
+
+
+def test_c5_states_are_one_tensor_per_layer_and_kind():
+    """C5: fill one layer's state of one kind with 42 or 99, all others stay unchanged."""
+    pool = hybrid()
+    caches = describe(pool)
+    group = caches.group("state")
+    state = pool.mamba_pool.mamba_cache
+    state.conv[0].fill_(1), state.temporal.fill_(1)
+    for rows in pool.full_kv_pool.kv_buffer:
+        rows.fill_(1)
+    caches.view(group, group.layer(2, "ssm").runs)[3] = torch.full((1024 * 2,), 42.0).view(torch.int8)[
+        : 2 * 16 * 16 * 4
+    ]
+    conv = torch.full((3 * 96,), 99.0, dtype=torch.bfloat16).view(torch.int8)
+    caches.view(group, group.layer(0, "conv_0").runs)[5] = conv
+    assert (state.temporal[1, 3] == 42).all()
+    assert (state.conv[0][0, 5] == 99).all()
+    assert int((state.temporal != 1).sum()) == 2 * 16 * 16
+    assert int((state.conv[0] != 1).sum()) == 3 * 96
+    assert all((rows == 1).all() for rows in pool.full_kv_pool.kv_buffer)
+    assert [r.layer_id for r in caches.group("kv").layers] == [1, 3, 5]
+    names = [(r.layer_id, r.part) for r in group.layers]
+    assert names == [(0, "conv_0"), (0, "ssm"), (2, "conv_0"), (2, "ssm")]
+
+
+def test_a_hybrid_of_our_rows_and_states():
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
+
+    pool = hybrid(full_kv_pool_class=partial(LayoutMLATokenToKVPool, options=PoolOptions("fp4")))
+    caches = describe(pool)
+    assert [r.layer_id for r in caches.group("kv").layers] == [1, 3, 5]
+    assert caches.group("kv").bytes_per_page == 3 * 4 * 416
+    assert caches.group("state").bytes_per_page == 2 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
+
+
+def test_a_window_pool_of_latent_rows():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    kinds = {"full_kv_pool_class": MLATokenToKVPool, "swa_kv_pool_class": MLATokenToKVPool}
+    pool = swa(
+        **kinds,
+        full_kv_pool_kwargs={"page_size": 4, **MLA},
+        swa_kv_pool_kwargs={"page_size": 4, **MLA, "kv_lora_rank": 128},
+    )
+    caches = describe(pool)
+    assert [r.layer_id for r in caches.group("full").layers] == [1, 3]
+    assert [r.layer_id for r in caches.group("window").layers] == [0, 2, 4]
+    assert caches.group("window").bytes_per_page == 3 * 4 * 192 * 2
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def test_c7_unknown_kinds_are_refused_by_name():
+    """C7: a subclass may store other bytes, so it is unknown as well. The message lists the known kinds."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
+
+    known = (
+        "DSATokenToKVPool, HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool, MLATokenToKVPoolFP4, "
+        "MambaPool, SWAKVPool, LayoutMLATokenToKVPool and LayoutHybridLinearKVPool"
+    )
+
+    class OtherRows(MLATokenToKVPool):
+        pass
+
+    other = OtherRows(size=12, page_size=4, dtype=torch.bfloat16, layer_num=3, **MLA)
+    requests = ReqToTokenPool(size=4, max_context_len=16, device="cpu", enable_memory_saver=False)
+    for pool, name in ((other, "OtherRows"), (requests, "ReqToTokenPool"), (None, "NoneType")):
+        text = f"^the bytes of {name} are unknown; known kinds of pools are {known}$"
+        with pytest.raises(TypeError, match=text):
+            describe(pool)
+
+
+def test_an_unknown_pool_inside_a_known_one_is_refused():
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    class OtherRows(MHATokenToKVPool):
+        pass
+
+    with pytest.raises(TypeError, match="the bytes of OtherRows are unknown"):
+        describe(swa(swa_kv_pool_class=OtherRows))
+
+
+def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
+    """SGLang's MHABufferInfo omits the scales of native FP4."""
+    pool = mha()
+    scales = [torch.zeros(4, 3, 4, 1, dtype=torch.uint8) for _ in range(2)]
+    pool.native_k_scale_buffer = pool.native_v_scale_buffer = scales
+    with pytest.raises(
+        TypeError, match="MHATokenToKVPool stores 2880 bytes, of which 2688 are in described buffers"
+    ):
+        describe(pool)
+
+
+@pytest.mark.parametrize("index_buf_size", [512, 64])
+def test_index_keys_with_page_numbers_of_their_own_are_refused(index_buf_size):
+    """As under decode context parallelism, where a page of index keys spans the ranks."""
+    with pytest.raises(TypeError, match="page indices of the two differ"):
+        describe(dsa(index_buf_size=index_buf_size))
+
+
+def test_a_hybrid_around_a_pool_of_two_kinds_is_refused():
+    with pytest.raises(TypeError, match="HybridLinearKVPool around a SWAKVPool is not described"):
+        describe(hybrid(use_mla=False, full_kv_pool=swa()))
+
+
+def test_pipeline_stages_without_layers():
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
+
+    none = {"size": 12, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 0, **MLA}
+    pools = [mla(layers=0)] + [
+        LayoutMLATokenToKVPool(**none, options=PoolOptions("fp4", arrangement=arrangement))
+        for arrangement in ("layer_major", "token_major", "page_major")
+    ]
+    for pool in pools:
+        caches = describe(pool)
+        assert caches.tensors == ()
+        assert (caches.group("kv").num_pages, caches.group("kv").bytes_per_page) == (4, 0)
+        assert pool.get_kv_size_bytes() == 0
+
+
+def test_buffers_with_gaps_are_refused():
+    """The places of other layers inside a buffer are known for our own pools only."""
+    pool = mla()
+    wide = torch.zeros(16, 2, 576, dtype=torch.bfloat16)
+    pool.kv_buffer[1] = wide[:, :1]
+    with pytest.raises(ValueError, match="kv of layer 6 has shape .* its bytes are not contiguous"):
+        describe(pool)
+
+
+def test_compressed_index_keys_are_refused():
+    pool = dsa(page_size=128, size=256, index_kpool=2, index_kpool_compress=True, max_running_requests=3)
+    with pytest.raises(TypeError, match="compressed index keys keeps a tail per request"):
+        describe(pool)
+    pooled = dsa(page_size=128, size=256, index_kpool=2)
+    group = describe(pooled).group("kv")
+    assert (group.num_pages, group.layer(2, "indexer").runs.size_bytes) == (3, 8448)
+
+
+@pytest.mark.slow
+def test_d4_the_same_answer_in_a_fresh_process_and_after_another_view(fresh):
+    """D4: `describe` keeps no state between views."""
+    program = """
+import torch
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+publish(ServerArgs(model_path="dummy", device="cpu"), role="scheduler", ranks=SpawnRanks(0, None, 0))
+from sgl_kvpool.connectors import describe
+from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
+def make(arrangement):
+    return LayoutMLATokenToKVPool(
+        size=12, page_size=4, dtype=torch.bfloat16, layer_num=3, start_layer=5,
+        options=PoolOptions("fp4", arrangement=arrangement),
+        kv_lora_rank=512, qk_rope_head_dim=64, device="cpu",
+        enable_memory_saver=False)
+caches = describe(make("token_major"))
+print("@@@", [tuple(t.shape) for t in caches.tensors], caches.groups)
+"""
+    done = fresh.run(program)
+    assert done.returncode == 0, done.stderr
+    for arrangement in ("page_major", "layer_major", "token_major"):
+        caches = describe(ours("fp4", arrangement))
+    here = f"{[tuple(t.shape) for t in caches.tensors]} {caches.groups}"
+    assert done.stdout.rpartition("@@@ ")[2].strip() == here

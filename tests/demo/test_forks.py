@@ -1,0 +1,142 @@
+"""Processes that are forked from one that has imported a module. tests/engine forks servers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from sgl_kvpool.demo.forks import Forks
+
+#: A module that imports nothing else, and that nothing else imports.
+MODULE = "this"
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with Forks([MODULE]) as found:
+        yield found
+
+
+@pytest.fixture
+def run(forks, tmp_path):
+    """`run(*words)`: exit status and stdout of `python *words`."""
+
+    def start(*words, errors=None, environment=None, **options):
+        output = tmp_path / "output"
+        output.write_text("")
+        process = forks.start(
+            [sys.executable, *words], environment or {**os.environ}, output, errors, **options
+        )
+        return process.wait(60), output.read_text()
+
+    return start
+
+
+def test_the_modules_are_imported_and_this_package_is_not(run):
+    code = "import sys; print('this' in sys.modules, any(m.startswith('sgl_kvpool') for m in sys.modules))"
+    assert run("-c", code) == (0, "True False\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("pass", 0), ("import sys; sys.exit(7)", 7), ("1 / 0", 1), ("import os; os.kill(os.getpid(), 9)", -9)],
+)
+def test_exit_status(run, code, status):
+    found, printed = run("-c", code)
+    assert found == status
+    assert ("ZeroDivisionError" in printed) == (status == 1)
+
+
+def test_environment_folder_arguments_and_output(run, tmp_path):
+    (tmp_path / "named.py").write_text("import sys, os\nprint(sys.argv, os.getcwd(), file=sys.stderr)\n")
+    environment = {"PATH": "", "PYTHONPATH": str(tmp_path)}
+    assert run("-c", "import os; print(sorted(os.environ))", environment=environment) == (
+        0,
+        "['PATH', 'PYTHONPATH']\n",
+    )
+    errors = tmp_path / "errors"
+    for words in (("-m", "named", "1"), (str(tmp_path / "named.py"), "1")):
+        errors.write_text("")
+        assert run(*words, errors=errors, environment=environment, folder="/") == (0, "")
+        said = errors.read_text()
+        assert said.endswith("'1'] /\n")
+        assert "named" in said
+
+
+def test_children_of_multiprocessing_are_forked_with_the_modules_and_the_environment(run, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing, os, sys\n"
+        "def child():\n"
+        "    print(os.environ['LATER'], 'this' in sys.modules, 'os' in sys.modules, flush=True)\n"
+        "    sys.exit(5)\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('spawn', force=True)\n"
+        "    os.environ['LATER'] = 'set'\n"
+        "    process = multiprocessing.Process(target=child)\n"
+        "    process.start(), process.join()\n"
+        "    print(process.exitcode)\n"
+    )
+    assert run(str(program)) == (0, "set True True\n5\n")
+    assert run(str(program), children_fork=False) == (0, "set False True\n5\n")
+
+
+def test_processes_run_at_once_and_are_killed_with_their_group(forks, tmp_path):
+    code = "import time; time.sleep(600)"
+    two = [forks.start([sys.executable, "-c", code], os.environ, tmp_path / str(n)) for n in range(2)]
+    assert [process.poll() for process in two] == [None, None]
+    with pytest.raises(subprocess.TimeoutExpired):
+        two[0].wait(0.01)
+    os.killpg(two[0].pid, signal.SIGTERM)
+    two[1].send_signal(signal.SIGTERM)
+    assert [process.wait(30) for process in two] == [-signal.SIGTERM] * 2
+    two[1].send_signal(signal.SIGKILL)  # its number may be another process's by now
+
+
+def test_nothing_is_left_of_a_process_that_ended(forks, tmp_path):
+    """Its forkserver, which multiprocessing started, ends after it."""
+    process = forks.start([sys.executable, "-c", "pass"], os.environ, tmp_path / "output")
+    assert process.wait(30) == 0
+    deadline = time.monotonic() + 10
+    while (left := _group(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def _group(leader):
+    """Process ids of a group, without zombies."""
+    return [
+        one.pid
+        for one in psutil.process_iter(["status"])
+        if one.info["status"] != psutil.STATUS_ZOMBIE and _group_of(one.pid) == leader
+    ]
+
+
+def _group_of(pid):
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_a_module_that_cannot_be_imported(tmp_path):
+    with (
+        Forks(["no_such_module"]) as forks,
+        pytest.raises(RuntimeError, match=r"(?s)imports no_such_module has ended:.*ModuleNotFoundError"),
+    ):
+        forks.start([sys.executable, "-c", "pass"], os.environ, tmp_path / "output")
+
+
+def test_what_can_be_forked(forks):
+    """Programs of this environment's Python, with library paths of the importing process."""
+    here = dict(os.environ)
+    with Forks([MODULE], {**here, "LD_LIBRARY_PATH": "/a:/b"}) as others:
+        assert others.can_run([sys.executable], {**here, "LD_LIBRARY_PATH": "/b"})
+        assert not others.can_run([sys.executable], {**here, "LD_LIBRARY_PATH": "/b:/c"})
+    assert forks.can_run([sys.executable, "-m", "x"], here)
+    assert not forks.can_run(["bash", "-c", "x"], here)
+    assert not forks.can_run([sys.executable, "-m", "x"], {**here, "LD_LIBRARY_PATH": "/elsewhere"})

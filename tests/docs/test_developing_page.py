@@ -1,0 +1,81 @@
+"""docs/developing.md: paths and names exist, the floors are import-linter's."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "sgl_kvpool"
+PAGE = (ROOT / "docs" / "developing.md").read_text()
+LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+#: The path of a directory ends with a slash, the path of a file with one of these suffixes.
+FILE = r"[\w.-]+\.(?:py|h|cuh|cu|cpp|md|toml)\b"
+PATH = re.compile(rf"(?<![\w./-])((?:[\w.-]+/)+(?:{FILE}|(?!\w))|{FILE})")
+#: Identifiers in code spans, with or without dots.
+NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)`")
+
+
+def paths(text):
+    return sorted(set(PATH.findall(text)))
+
+
+def floors():
+    """Cells of the table of floors, top to bottom: (names in the first one, what they may import)."""
+    table = PAGE.split("| floor | holds | may import |\n")[1].split("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()[1:]]
+    return [(re.findall(r"`(\w+)(?:/|\.py)`", names), may_import) for names, _, may_import in rows]
+
+
+def layers():
+    """Layers of import-linter's contract, in the form of `floors`, without the package's name."""
+    (contract,) = (contract for contract in LINTER if contract["name"] == "Imports go down")
+    return [re.split(r" [|:] ", layer.replace("sgl_kvpool.", "")) for layer in contract["layers"]]
+
+
+def test_paths_are_found():
+    text = "`a/b.py` or (`c/`), [d](e.md#part); `/server_info` and SGLang 0.5.23, in `x_y/z.cuh`. `make lint`"
+    assert paths(text) == ["a/b.py", "c/", "e.md", "x_y/z.cuh"]
+    assert len(paths(PAGE)) > 50
+
+
+def test_every_path_exists():
+    bases = (PACKAGE, ROOT, ROOT / "docs", *(ROOT / "tests" / name for name in ("ptxrun", "emulated_cuda")))
+    found = [path for path in paths(PAGE) if not path.startswith("/")]
+    assert [path for path in found if not any((base / path).exists() for base in bases)] == []
+
+
+def test_every_program_that_a_page_runs_is_a_module():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"python -m (scripts[\w.]*)", page.read_text())}
+    assert len(named) > 5
+    missing = [name for name in named if not _is_module(ROOT / name.replace(".", "/"))]
+    assert missing == []
+
+
+def _is_module(path):
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+def test_every_name_is_in_the_code():
+    folders = (PACKAGE, ROOT / "scripts", ROOT / "tests")
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    names = {name for name in NAME.findall(PAGE) if not paths(name)}
+    assert len(names) > 40
+    words = set(re.findall(r"\w+", "\n".join(sources)))
+    assert {name for name in names if not words.issuperset(name.split("."))} == set()
+
+
+def test_floors_are_import_linters():
+    assert [sorted(names) for names, _ in floors()] == [sorted(names) for names in layers()]
+    there = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there - {name for names in layers() for name in names} == {"__init__", "__main__", "version"}
+
+
+def test_the_floors_that_import_sglang_are_import_linters():
+    (contract,) = (contract for contract in LINTER if contract["name"].endswith("without SGLang"))
+    assert contract["forbidden_modules"] == ["sglang"]
+    names = {name.removeprefix("sgl_kvpool.") for name in contract["source_modules"]}
+    without = {name for name in names if "." not in name}  # of `connectors/`, only `pools.py` imports SGLang
+    assert {name for names, may_import in floors() for name in names if "SGLang" not in may_import} == without

@@ -1,0 +1,103 @@
+"""Kernels on tensors of the device: Triton's are compiled and run by ptxrun, in the order of their stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from emulated_cuda import errors, graphs, operators, order
+from emulated_cuda.memory import ALLOCATOR
+from emulated_cuda.tensors import CudaTensor, unwrap
+
+__all__ = ["current", "install", "launch"]
+
+
+class _Current(threading.local):
+    """The current device of a thread. There is memory on device 0 only."""
+
+    device = 0
+
+
+current = _Current()
+
+
+def launch(
+    name: str, run: Callable[..., Any], args: list[Any], *, writes: Collection[int] | None = None
+) -> None:
+    """Launch a kernel on the current stream.
+
+    Parameters
+    ----------
+    run : callable
+        Called with the arguments, tensors on the CPU; returns ptxrun's Result, or None.
+    writes : collection of int, optional
+        Arguments that the kernel writes; by default ptxrun's Result tells which bytes were read and written.
+
+    Raises
+    ------
+    RuntimeError
+        A tensor of the host was passed, or another device is the current one.
+    """
+    if current.device != 0:
+        raise RuntimeError(f"kernel {name} is launched on cuda:{current.device} with arguments on cuda:0")
+    for number, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and not isinstance(value, CudaTensor):
+            raise RuntimeError(f"argument {number} of kernel {name} is a tensor of the host")
+    operators.COUNTS["launches"] += 1
+    graphs.check_stream()
+    errors.raise_kept()
+    where = order.place()
+
+    def step(values: list[Any]) -> None:
+        stream = order.current_stream()
+        epoch = stream.issue(f"{name} at {where}")
+        order.carry_out_before(stream.clock)
+        for number, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                # Without `writes` this only looks whether the memory is alive; the Result has the accesses.
+                operators.touch(
+                    value, stream, epoch, write=writes is None or number in writes, checked=writes is not None
+                )
+        with _pointed_to(values):
+            result = run(*values)
+        if writes is None and graphs.capturing() is None:
+            for base, start, size, write in result.touched:
+                block = ALLOCATOR.registered.get(base) or ALLOCATOR.blocks[base]
+                order.access_bytes(block.shadow, start, size, stream, epoch, write=write)
+
+    step([unwrap(x) for x in args])
+    if graphs.capturing() is not None:
+        kept = [graphs.unowned(unwrap(x)) for x in args]
+        graphs.record(name, lambda: step(kept))
+
+
+def _pointed_to(values: list[Any]) -> AbstractContextManager[Any]:
+    """Blocks whose addresses are the elements of an argument, memory that the kernel may access too."""
+    import ptxrun_triton
+
+    tables = [x for x in values if isinstance(x, torch.Tensor) and x.dtype == torch.uint64]
+    if not tables:
+        return nullcontext()
+    own = {ALLOCATOR.of(x) for x in values if isinstance(x, torch.Tensor)}
+    found = [ALLOCATOR.at(address, 1) for table in tables for address in table.tolist()]
+    blocks = {block: None for block, _ in filter(None, found) if block not in own}
+    return ptxrun_triton.install().using(regions=[(block.address, block.size_bytes) for block in blocks])
+
+
+def install() -> Any:
+    """Give launches of Triton's kernels to ptxrun; returns its record of them."""
+    import ptxrun_triton
+    from triton.runtime import driver
+
+    runs = ptxrun_triton.install()
+    runs.carry_out = launch
+    runs.options["touched"] = 1
+    # SGLang stores padding tokens of a batch in slot 0, all at once.
+    runs.options["global_races"] = 0
+    driver.active.get_active_torch_device = lambda: torch.device("cuda", 0)
+    driver.active.get_device_interface = lambda: torch.cuda
+    return runs

@@ -1,0 +1,273 @@
+"""Compiled operators of other packages that are replaced, at their lowest level, with their argument checks.
+
+| package | replaced | by |
+|---|---|---|
+| sgl_kernel | `sgl_kernel::merge_state_v2` | `_merge_state_v2` |
+| flash_mla | `flash_mla_legacy::get_mla_decoding_metadata` | `_decoding_metadata` |
+| flash_mla | `flash_mla_legacy::sparse_decode_fwd` | `_sparse_decode` |
+| flash_mla | `flash_mla_legacy::sparse_prefill_fwd` | `_sparse_prefill` |
+| sgl_kernel | `sgl_kernel::weak_ref_tensor` | `graphs.unowned` |
+| deep_gemm | `deep_gemm::get_num_sms` | the described number |
+| deep_gemm | `deep_gemm::get_paged_mqa_logits_metadata` | `_paged_mqa_schedule` |
+| sglang.kernels | `sglang::apply_rope_inplace` | `_apply_rope` |
+| flashinfer | `flashinfer.norm._rmsnorm_impl` | `_rms_norm` |
+| flashinfer | the compiled module of `BatchMLAPagedAttentionWrapper` | `CompiledMla` |
+| flashinfer | the compiled module of `BatchPrefillWithRaggedKVCacheWrapper` | `CompiledRagged` |
+| sglang.kernels | modules of `load_jit` whose functions are in `jit_kernels.EXPORTS` | the functions there |
+| NCCL | process groups of torch.distributed | gloo's, on the memory of the CPU |
+
+DeepGEMM's kernels of the sparse indexer are not replaced: they read index keys alone, which are SGLang's own,
+and tests of sparse attention give the lists that the indexer would choose.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from emulated_cuda import graphs
+
+__all__ = ["OPERATORS", "install", "install_process_groups"]
+
+
+def _merge_state_v2(v_a, s_a, v_b, s_b, v, s) -> None:
+    for tensor in (v_a, s_a, v_b, s_b, v, s):
+        assert tensor.is_contiguous(), "merge_state_v2 takes contiguous tensors"
+    a, b = s_a.double(), s_b.double()
+    highest = torch.maximum(a, b)
+    weight_a, weight_b = (a - highest).exp(), (b - highest).exp()
+    total = weight_a + weight_b
+    share_a, share_b = (weight_a / total)[..., None], (weight_b / total)[..., None]
+    v.copy_(v_a.double() * share_a + v_b.double() * share_b)
+    s.copy_(total.log() + highest)
+
+
+#: Rows of FlashMLA's V3.2 format: 512 e4m3 values, a float32 scale for 128 of them, 64 bf16 values.
+_V32_BYTES, _V32_LATENT, _V32_TILE = 656, 512, 128
+
+
+def _decoding_metadata(lengths, queries_per_head_k, heads_k, heads_q, is_fp8, topk) -> list[torch.Tensor]:
+    assert lengths.dtype == torch.int32
+    assert (is_fp8, heads_k) == (True, 1)
+    assert topk % 64 == 0
+    return [torch.zeros(132, 8, dtype=torch.int32), torch.zeros(len(lengths) + 1, dtype=torch.int32)]
+
+
+def _sparse_decode(
+    q, kv, indices, topk_length, attn_sink, metadata, splits, extra_kv, extra_indices, extra_length, d_v,
+    scale, kv_format=None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    assert kv.shape[1:] == (64, 1, _V32_BYTES)
+    assert kv.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    assert kv.is_contiguous()
+    assert kv_format in (None, "V32")
+    assert splits.shape == (len(q) + 1,)
+    assert all(x is None for x in (topk_length, attn_sink, extra_kv, extra_indices, extra_length))
+    rows = kv.view(torch.uint8).view(-1, _V32_BYTES)
+    end = _V32_LATENT + 4 * _V32_LATENT // _V32_TILE
+    values = rows[:, :_V32_LATENT].contiguous().view(torch.float8_e4m3fn).float()
+    scales = rows[:, _V32_LATENT:end].contiguous().view(torch.float32)
+    latent = (values.view(len(rows), -1, _V32_TILE) * scales[..., None]).view(len(rows), -1)
+    keys = torch.cat([latent.bfloat16(), rows[:, end:].contiguous().view(torch.bfloat16)], 1)
+    out, _, lse = _attend_to_lists(q.flatten(0, 1), keys, indices.flatten(0, 1), scale, d_v)
+    out, lse = out.view(*q.shape[:3], d_v), lse.view(q.shape[:3])
+    return out, lse.transpose(1, 2).contiguous(), metadata, splits
+
+
+def _sparse_prefill(
+    q, kv, indices, scale, d_v, attn_sink=None, topk_length=None, base_2=False, with_sums=True
+) -> list[torch.Tensor]:
+    assert attn_sink is None
+    assert kv.dtype == torch.bfloat16
+    assert indices.shape[1] == kv.shape[1] == 1
+    lists = indices[:, 0].clone()
+    if topk_length is not None:
+        lists[torch.arange(lists.shape[1]) >= topk_length[:, None]] = -1
+    out, highest, lse = _attend_to_lists(q, kv[:, 0], lists, scale, d_v)
+    unit = math.log(2) if base_2 else 1.0
+    return [out, highest / unit, lse / unit] if with_sums else [out]
+
+
+def _attend_to_lists(q, keys, lists, scale, d_v) -> tuple[torch.Tensor, ...]:
+    """Attention of each query `[queries, heads, width]` to the keys of its list, in which -1 is nothing."""
+    assert q.dtype == torch.bfloat16
+    assert q.shape[1:] in ((64, 576), (128, 576))
+    assert lists.dtype == torch.int32
+    assert lists.shape[1] % 64 == 0
+    out = torch.zeros(*q.shape[:2], d_v, dtype=torch.bfloat16)
+    highest, lse = torch.full(q.shape[:2], -math.inf), torch.full(q.shape[:2], math.inf)
+    for number, own in enumerate(lists):
+        chosen = keys[own[own >= 0].long()].float()
+        if len(chosen):
+            scores = q[number].float() @ chosen.T * scale
+            out[number] = (scores.softmax(-1) @ chosen[:, :d_v]).bfloat16()
+            highest[number], lse[number] = scores.amax(-1), scores.logsumexp(-1)
+    return out, highest, lse
+
+
+def _paged_mqa_schedule(context_lens, block_kv, sms, indices=None) -> torch.Tensor:
+    """For each multiprocessor: the request, and its part of 256 keys, with which it begins."""
+    assert context_lens.dtype == torch.int32
+    assert context_lens.is_contiguous()
+    assert block_kv == 64
+    assert indices is None
+    lengths = context_lens.reshape(len(context_lens), -1)[:, -1]
+    ends = ((lengths + 255) // 256).cumsum(0)
+    parts = int(ends[-1]) if len(ends) else 0
+    starts = torch.tensor([n * (parts // sms) + min(n, parts % sms) for n in range(sms + 1)])
+    request = torch.searchsorted(ends, starts, right=True)
+    before = torch.cat([ends.new_zeros(1), ends])[request]
+    return torch.stack([request, starts - before], -1).int()
+
+
+def _apply_rope(q, k, cos_sin, positions, is_neox, rope_dim=0) -> None:
+    """SGLang's rotary embedding of interleaved pairs, in place."""
+    assert not is_neox
+    assert cos_sin.dtype == torch.float32
+    assert rope_dim in (0, cos_sin.shape[-1])
+    cos, sin = cos_sin[positions.long(), None].chunk(2, -1)
+    for x in (q, k):
+        assert x.dim() == 3
+        assert x.shape[-1] == cos_sin.shape[-1]
+        one, other = x[..., ::2].float(), x[..., 1::2].float()
+        x[..., ::2], x[..., 1::2] = one * cos - other * sin, other * cos + one * sin
+
+
+def _rms_norm(out, x, weight, eps, enable_pdl) -> None:
+    for tensor in (out, x, weight):
+        assert tensor.device.type == "cuda"
+        assert tensor.stride(-1) == 1
+    assert x.shape == out.shape
+    assert weight.shape == x.shape[-1:]
+    values = x.float()
+    scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    out.copy_((values * scale * weight.float()).to(out.dtype))
+
+
+#: Operator of the dispatcher -> what is called with tensors of the CPU instead.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "sgl_kernel::merge_state_v2": _merge_state_v2,
+    "flash_mla_legacy::get_mla_decoding_metadata": _decoding_metadata,
+    "flash_mla_legacy::sparse_decode_fwd": _sparse_decode,
+    "flash_mla_legacy::sparse_prefill_fwd": _sparse_prefill,
+    "sgl_kernel::weak_ref_tensor": graphs.unowned,
+    "sglang::apply_rope_inplace": _apply_rope,
+    "deep_gemm::get_num_sms": lambda: torch.cuda.get_device_properties(0).multi_processor_count,
+    "deep_gemm::get_paged_mqa_logits_metadata": _paged_mqa_schedule,
+}
+
+
+class CompiledMla:
+    """FlashInfer's module of MLA kernels: arguments are checked, attention is computed in torch."""
+
+    def plan(
+        self, float_workspace, int_workspace, pinned, qo_indptr, kv_indptr, kv_lens, heads, latent, causal
+    ):
+        for tensor in (qo_indptr, kv_indptr, kv_lens):
+            assert tensor.device.type == "cpu"
+            assert tensor.dtype == torch.int32
+        assert float_workspace.device.type == int_workspace.device.type == "cuda"
+        return qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone(), heads, causal
+
+    def run(
+        self, float_workspace, int_workspace, plan, q_nope, q_pe, ckv, kpe, kv_indices, out, lse, mask, heads,
+        page_size, scale, base_e, *more,
+    ):  # fmt: skip
+        from emulated_cuda import launches
+
+        qo_indptr, kv_indptr, kv_lens, _, causal = plan
+        for tensor in (q_nope, q_pe, ckv, kpe, kv_indices, out):
+            assert tensor.device.type == "cuda"
+        for tensor in (q_nope, q_pe, ckv, kpe):
+            assert tensor.stride(-1) == 1
+        assert page_size == 1
+        assert kv_indices.dtype == torch.int32
+
+        def attend(q_nope, q_pe, ckv, kpe, kv_indices, out):
+            for request in range(len(kv_lens)):
+                first, last = int(qo_indptr[request]), int(qo_indptr[request + 1])
+                rows = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
+                latent, rope = ckv[rows, 0].float(), kpe[rows, 0].float()
+                scores = torch.einsum("qhd,kd->hqk", q_nope[first:last].float(), latent)
+                scores = (scores + torch.einsum("qhd,kd->hqk", q_pe[first:last].float(), rope)) * scale
+                if causal:
+                    position = torch.arange(last - first) + len(rows) - (last - first)
+                    scores = scores.masked_fill(torch.arange(len(rows)) > position[:, None], float("-inf"))
+                out[first:last] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), latent).to(out.dtype)
+
+        launches.launch("flashinfer MLA", attend, [q_nope, q_pe, ckv, kpe, kv_indices, out], writes=[5])
+
+
+class CompiledRagged:
+    """FlashInfer's module of kernels for the MHA form, with a logarithm of base 2 as FlashInfer's."""
+
+    def plan(self, *args):
+        return list(range(4))
+
+    def ragged_run(
+        self, float_workspace, int_workspace, plan, q, k, v, qo_indptr, kv_indptr, out, lse, mask, *more
+    ):
+        from emulated_cuda import launches
+
+        for tensor in (q, k, v, qo_indptr, kv_indptr, out):
+            assert tensor.device.type == "cuda"
+        scale, causal = more[10], mask == 1
+
+        def attend(q, k, v, qo_indptr, kv_indptr, out, lse=None):
+            for request in range(len(qo_indptr) - 1):
+                own = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
+                keys = slice(int(kv_indptr[request]), int(kv_indptr[request + 1]))
+                scores = torch.einsum("qhd,khd->hqk", q[own].float(), k[keys].float()) * scale
+                queries, count = scores.shape[1:]
+                if causal:
+                    position = torch.arange(queries) + count - queries
+                    scores = scores.masked_fill(torch.arange(count) > position[:, None], float("-inf"))
+                weights = scores.softmax(-1) if count else scores
+                out[own] = torch.einsum("hqk,khd->qhd", weights, v[keys].float()).to(out.dtype)
+                if lse is not None:
+                    lse[own] = (scores.logsumexp(-1) / math.log(2)).T
+
+        arguments = [q, k, v, qo_indptr, kv_indptr, out, *([] if lse is None else [lse])]
+        launches.launch("flashinfer ragged prefill", attend, arguments, writes=[5, 6])
+
+
+def install() -> None:
+    """Replace what is not an operator of the dispatcher; packages that are not installed are left out."""
+    try:
+        from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
+    except ImportError:
+        return
+    for module in (_fa_common, fa2_backend, fa3_backend):
+        module.get_batch_mla_module = lambda *key: CompiledMla()
+    import flashinfer.norm
+    import flashinfer.prefill
+
+    flashinfer.norm._rmsnorm_impl = _rms_norm
+
+    flashinfer.prefill.get_batch_prefill_module = lambda backend, *key: CompiledRagged()
+
+
+def install_process_groups() -> None:
+    """Make gloo groups where NCCL groups are asked for; both are then groups of the CPU for torch."""
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    def with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function)
+
+        def make(*args: Any, **options: Any) -> Any:
+            given = parameters.bind(*args, **options)
+            if given.arguments.get("backend") == "nccl":
+                given.arguments["backend"] = "gloo"
+            return function(*given.args, **given.kwargs)
+
+        return make
+
+    for name in ("init_process_group", "new_group"):
+        function = with_gloo(getattr(distributed_c10d, name))
+        for module in (distributed, distributed_c10d):
+            setattr(module, name, function)

@@ -1,0 +1,241 @@
+"""SGLang's HybridCacheController and our host tier on a cuda pool, beside the replays of a decode graph."""
+
+import gc
+
+import pytest
+import torch
+
+pytest.importorskip("emulated_cuda.operators")
+from test_cuda_backend_gpu import PAGE, Case, published_on_cuda  # noqa: F401
+
+from emulated_cuda import order
+from emulated_cuda.memory import ALLOCATOR
+from sgl_kvpool.transfer.host_options import HostTierOptions
+
+pytestmark = pytest.mark.gpu
+#: Pages of the requests of the graph, and pages that are moved.
+USED, MOVED = 7, 3
+GUARD = 0xEE
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+@pytest.fixture
+def controller_of(process_group, monkeypatch):
+    """`controller_of(pool, io_backend, forward)`: SGLang's, which waits for the stream `forward`."""
+    from host_tier import controller_over
+    from sglang.srt.mem_cache.pool_host import base
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import hook_groups
+
+    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+    monkeypatch.setattr("sgl_kvpool.transfer.gpu_engine.KERNEL_BLOCKS", 3)
+    before, tiers = snapshot_context(), []
+
+    def build(pool, io_backend, forward):
+        label = {"kernel": "page_first", "direct": "page_first_direct"}[io_backend]
+        get_parallel().clear_stamp()
+        args = ServerArgs(
+            model_path="dummy", device="cuda", enable_hierarchical_cache=True, hicache_ratio=2.0,
+            page_size=PAGE, hicache_mem_layout=label, hicache_io_backend=io_backend,
+        )  # fmt: skip
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        controller = controller_over(pool, process_group, io_backend)
+        tiers.append(controller.mem_pool_host.anchor_entry.host_pool)
+        controller.write_fence_stream = controller.load_fence_stream = forward
+        return controller
+
+    yield build
+    torch.cuda.synchronize()
+    for tier in tiers:
+        tier.destroy()
+    assert not ALLOCATOR.registered
+    get_parallel().clear_stamp()  # SGLang's restore leaves the rank
+    publish(ServerArgs(model_path="dummy", device="cuda"), role="scheduler", ranks=SpawnRanks(0, None, 0))
+    restore_context(before)
+
+
+class Server:
+    """A decode graph of three requests, and a controller over the rest of their pool."""
+
+    def __init__(self, controller_of, layout, arrangement, engine, io_backend, host="same"):
+        options = HostTierOptions(layout=host, engine=engine)
+        self.case = Case(layout, [30, 300, 7], [29, 299, 6], arrangement, used_pages=USED, host_tier=options)
+        self.pool = self.case.pool
+        self.forward = torch.cuda.Stream()
+        self.controller = controller_of(self.pool, io_backend, self.forward)
+        self.tier = self.controller.mem_pool_host.anchor_entry.host_pool
+        self.allocator = self.controller.mem_pool_device_allocator
+        self.allocator.alloc(USED * PAGE)
+        self.wanted = self.case.run("DECODE").clone()
+        self._capture()
+        self.forward.wait_stream(torch.cuda.current_stream())
+
+    def _capture(self):
+        case, batch = self.case, self.case.batch("DECODE")
+        self.batch = batch  # which the graph reads
+        case.backend.init_cuda_graph_state(3, 3)
+        case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        q, k, ropes = case.given
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            case.backend.init_forward_metadata_in_graph(batch)
+            self.found = case.backend.forward(q, k, k, case.layer, batch, **ropes)
+        self.outputs = []
+
+    def decode(self):
+        """A step of the model, on its stream."""
+        with torch.cuda.stream(self.forward):
+            self.graph.replay()
+            self.outputs.append(self.found.clone())
+
+    def write(self, slots, values):
+        """The model stores rows, one value for each layer; GUARD if None."""
+        self.forward.wait_stream(torch.cuda.current_stream())  # as for every batch: its slots are made there
+        with torch.cuda.stream(self.forward):
+            rows = self.pool.slot_to_row(slots)
+            for layer in range(3):
+                stored = self.pool.kv_buffer[layer].view(torch.uint8)
+                stored[rows] = values[layer] if values is not None else GUARD
+
+    def read(self, slots):
+        """The model reads rows of every layer, which wait for a load."""
+        self.forward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.forward):
+            rows = self.pool.slot_to_row(slots)
+            return [self.pool.get_row_buffer(layer)[rows] for layer in range(3)]
+
+    def unharmed(self):
+        torch.cuda.synchronize()
+        return all(torch.equal(out, self.wanted) for out in self.outputs)
+
+
+def moved(server):
+    """Back up rows, evict them and load them elsewhere, while the model decodes; both rows."""
+    controller = server.controller
+    row_bytes = server.pool.row_format.row_bytes
+    values = torch.randint(0, 256, (3, MOVED * PAGE, 1, row_bytes), dtype=torch.uint8, device="cuda")
+    taken = server.allocator.alloc(MOVED * PAGE)
+    torch.cuda.synchronize()
+    server.write(taken, values)
+    server.decode()
+    kept = controller.write(taken, node_id=1)
+    server.decode()
+    controller.ack_write_queue.pop().finish_event.synchronize()
+    other = server.allocator.alloc(PAGE)  # so that the pages are loaded elsewhere
+    server.allocator.free(taken)
+    server.write(taken, None)
+    found = controller.load(kept, node_id=1)
+    server.decode()
+    controller.layer_done_counter.set_consumer(controller.start_loading())
+    server.decode()
+    read = server.read(found)
+    server.decode()
+    controller.ack_load_queue.pop()
+    torch.cuda.synchronize()
+    server.allocator.free(other)
+    return values, read
+
+
+@pytest.mark.parametrize(
+    ("layout", "arrangement", "engine", "io_backend"),
+    [
+        pytest.param("fp4", "layer_major", "staged", "kernel", marks=pytest.mark.quick),
+        pytest.param("fp8_block_scale", "token_major", "copy_engine", "direct", marks=pytest.mark.quick),
+        pytest.param("fp4_fp8_rope", "page_major", "kernel", "kernel", marks=pytest.mark.quick),
+        ("bf16", "token_major", "staged", "direct"),
+        ("fp8", "page_major", "auto", "direct"),
+        ("fp4", "token_major", "kernel", "direct"),
+        ("bf16", "layer_major", "copy_engine", "kernel"),
+        ("fp8", "layer_major", "kernel", "kernel"),
+        ("fp4", "page_major", "copy_engine", "kernel"),
+        ("fp8_block_scale", "page_major", "auto", "kernel"),
+    ],
+)
+def test_pages_move_while_the_model_decodes(controller_of, layout, arrangement, engine, io_backend):
+    server = Server(controller_of, layout, arrangement, engine, io_backend)
+    names = {engine} if engine != "auto" else {"staged", "copy_engine"}
+    assert set(server.tier._channels.engines.split(" and ")) <= names
+    for _ in range(2):
+        values, read = moved(server)
+        assert all(torch.equal(a, b) for a, b in zip(values, read, strict=True))
+        server.controller.layer_done_counter.set_consumer(-1)
+    assert server.unharmed()
+    assert len(server.outputs) == 10
+
+
+@pytest.mark.parametrize("engine", ["staged", "kernel"])
+@pytest.mark.parametrize(("layout", "host"), [("bf16", "fp4"), ("fp8", "fp4_fp8_rope")])
+def test_rows_are_converted_while_the_model_decodes(controller_of, layout, host, engine):
+    """`check_tier` compares rows with the codec in torch."""
+    from sgl_kvpool.srt.self_check.host_tier import check_tier
+
+    server = Server(controller_of, layout, "layer_major", engine, "kernel", host)
+    server.decode()
+    assert check_tier(server.controller, lambda good: good) == "2 pages to the host tier and back"
+    server.decode()
+    assert server.unharmed()
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+def problems():
+    torch.cuda.synchronize()
+    found = list(ALLOCATOR.problems)
+    ALLOCATOR.problems.clear()
+    return "\n".join(found)
+
+
+@pytest.fixture
+def server(controller_of):
+    return Server(controller_of, "fp4", "token_major", "kernel", "kernel")
+
+
+@pytest.mark.quick
+def test_a_reader_that_does_not_wait_for_its_layer(server, monkeypatch):
+    """`wait_until` (srt/pool/mla.py): rows of a layer may still be loading."""
+    monkeypatch.setattr(type(server.controller.layer_done_counter), "wait_until", lambda self, layer: None)
+    with pytest.raises(order.OrderFault, match=r"reads on stream .* what .*copy_pages_kernel.* wrote"):
+        moved(server)
+    problems()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fence", ["write_fence_stream", "load_fence_stream"])
+def test_a_transfer_that_does_not_wait_for_the_model(server, fence):
+    setattr(server.controller, fence, None)
+    try:
+        moved(server)
+    except order.OrderFault:
+        assert fence == "load_fence_stream"
+    assert "nothing orders the two" in problems()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recorded", [True, False])
+def test_page_lists_are_kept_until_they_were_read(server, monkeypatch, recorded):
+    """SGLang's `_record_stream` (l2_transfer.py), when the list is gone before the transfer has ended."""
+    if not recorded:
+        engine = type(server.controller.l2_transfer_engine)
+        monkeypatch.setattr(engine, "_record_stream", staticmethod(lambda *args: None))
+    server.controller.write(server.allocator.alloc(MOVED * PAGE), node_id=1)
+    gc.collect()
+    assert ("its stream was not recorded (record_stream)" in problems()) != recorded

@@ -1,0 +1,46 @@
+"""`doctor --self-check` on the device: stores, attention and host tiers of every layout and arrangement."""
+
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+
+CODE = """
+import json
+from emulated_cuda.memory import ALLOCATOR
+from sgl_kvpool.commands.doctor import rates, self_check as checks
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+rates._TOKENS["cuda"], rates._LINK_BYTES = 61, 1 << 12
+
+pools, names = checks._pools, {names!r}
+checks._pools = lambda device: [one for one in pools(device) if not names or one[0] in names]
+facts, problems = checks.self_check()
+print()
+rated = [facts.pop(name) for name in ("link", *(f"{{layout}} rows" for layout in MLAKVCacheLayout))]
+assert all(" GB/s " in one for one in rated)
+print(json.dumps([facts, problems + ALLOCATOR.problems]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        pytest.param(["fp4 page_major", "fp8_block_scale, host fp4"], 2, marks=pytest.mark.quick),
+        pytest.param([], 28, id="all"),
+    ],
+)
+def test_the_self_check_passes(on_device, names, count):
+    done = on_device.run(CODE.format(names=names), limit_s=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts, problems = json.loads(done.stdout.splitlines()[-1])
+    assert problems == []
+    assert facts.pop("device") == "cuda"
+    assert len(facts) == count
+    for name, found in facts.items():
+        assert found.startswith("passed"), name
+        assert "attention of 3 requests" in found
+        # The others' tier is SGLang's own, or holds index keys too.
+        own_tier = not name.endswith(", sparse") and name not in ("bf16 layer_major", "fp8 layer_major")
+        assert ("2 pages to the host tier and back" in found) == own_tier

@@ -1,0 +1,258 @@
+"""SGLang's own graph runners around kvpool_mla: a replay gives, bit for bit, what the backend gives."""
+
+import contextlib
+import gc
+import types
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import pytest
+import torch
+from graph_runners import (
+    DRAFT_TOKENS,
+    WIDTH,
+    Model,
+    batch_of,
+    eager,
+    model_runner,
+    publish_one_rank,
+    store_prefixes,
+    stored_rows,
+)
+from test_cuda_backend_gpu import DEVICE, PLACED, Case
+
+pytest.importorskip("sglang")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = {
+    "DECODE": ([30, 300, 7], [29, 299, 6]),
+    "TARGET_VERIFY": ([30, 300, 7], [26, 296, 3]),
+    "DRAFT_EXTEND_V2": ([30, 300, 7], [26, 296, 3]),
+    "EXTEND": ([9, 140, 5, 73], [0, 100, 4, 0]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage():
+    """Runners collect garbage before each capture: half a second with SGLang's modules in it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@contextlib.contextmanager
+def no_waits():
+    """The host must not wait for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def as_eager(case, found, wanted):
+    """Logits and attention, and every row of the pool but slot 0, bit for bit."""
+    results, rows = wanted
+    assert torch.isfinite(results.next_token_logits).all()
+    assert torch.equal(found.next_token_logits, results.next_token_logits), (
+        "logits differ from the eager run's"
+    )
+    assert torch.equal(found.hidden_states, results.hidden_states)
+    assert all(map(torch.equal, stored_rows(case), rows))
+
+
+def decode(layout, mode, arrangement="layer_major", requests=(4,)):
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    args = publish_one_rank(speculative=mode != "DECODE", requests=requests)
+    case, model = Case(layout, *LENGTHS[mode], arrangement), Model()
+    runner = DecodeCudaGraphRunner(model_runner(case, args, model))
+    assert [key.size for key in runner.backend._graphs] == sorted(requests, reverse=True)
+    wanted = eager(case, model, batch_of(case, mode))
+    batch = batch_of(case, mode)
+    with no_waits():
+        assert runner.can_run_graph(batch)
+        found = runner.execute(batch)
+    assert (runner.raw_bs, runner.bs) == (3, 4)
+    as_eager(case, found, wanted)
+    return case, model, runner
+
+
+@pytest.mark.quick
+def test_decode_in_graphs_of_several_sizes():
+    """Three requests padded to four, then one, two and no requests in the graphs of one and two."""
+    case, model, runner = decode("fp4", "DECODE", requests=(1, 2, 4))
+    for requests in (1, 2, 0):
+        batch, again = (first_requests(batch_of(case, "DECODE"), requests) for _ in range(2))
+        wanted = eager(case, model, again) if requests else (None, stored_rows(case))
+        with no_waits():
+            found = runner.execute(batch)
+        assert (runner.raw_bs, runner.bs) == (requests, max(requests, 1))
+        if requests:
+            as_eager(case, found, wanted)
+        else:
+            assert all(map(torch.equal, stored_rows(case), wanted[1]))
+
+
+def first_requests(batch, count):
+    """A decode batch of the first requests; without any an idle one, as data-parallel ranks have."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch.batch_size = count
+    for name in ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc"):
+        setattr(batch, name, getattr(batch, name)[:count])
+    if not count:
+        batch.forward_mode = ForwardMode.IDLE
+    return batch
+
+
+@pytest.mark.quick
+def test_verify_in_a_graph():
+    decode("fp4", "TARGET_VERIFY")
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("arrangement", PLACED)
+@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
+def test_every_layout_and_arrangement_in_a_graph(layout, arrangement, mode):
+    decode(layout, mode, arrangement)
+
+
+def draft_worker(case, model, args):
+    """The attributes that graph runners read of SGLang's EagleDraftWorker, and its `draft_forward`."""
+    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+
+    from sgl_kvpool.srt.attention import cuda as backend_module
+    from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
+
+    runner = model_runner(case, args, model, draft=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_module, "get_buffer", lambda name, make: make())
+        steps = KVPoolMultiStepDraftBackend(runner, 1, DRAFT_TOKENS - 1)
+    runner.draft_attn_backend = steps
+    empty = [torch.zeros(8, DRAFT_TOKENS - 1, dtype=torch.long, device=DEVICE) for _ in range(2)]
+    worker = SimpleNamespace(
+        draft_runner=runner, topk=1, speculative_num_steps=DRAFT_TOKENS - 1,
+        speculative_num_draft_tokens=DRAFT_TOKENS, speculative_algorithm=runner.spec_algorithm,
+        hot_token_id=None, index_share_for_mtp_iteration=False, seed_dsa_topk_from_draft_extend=False,
+        dsa_seed_topk_width=0, draft_attn_backend=steps, draft_extend_attn_backend=case.backend,
+        _topk1_parents_prealloc=empty[0], _topk1_score_indices_prealloc=empty[1],
+    )  # fmt: skip
+    worker.draft_forward = types.MethodType(EagleDraftWorker.draft_forward, worker)
+    return worker
+
+
+def draft_batch(case):
+    """Drafting after `prefixes` tokens; the slots of three tokens are in the request table already."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    batch, requests = case.batch("DECODE"), len(case.lengths)
+    batch.seq_lens = torch.tensor(case.prefixes, device=DEVICE)
+    new = [
+        own[first : first + DRAFT_TOKENS - 1] for own, first in zip(case.slots, case.prefixes, strict=True)
+    ]
+    batch.out_cache_loc, batch.positions = torch.cat(new), batch.seq_lens.clone()
+    batch.capture_hidden_mode = CaptureHiddenMode.LAST
+    batch.spec_info = EagleDraftInput(
+        topk_p=torch.ones(requests, 1, device=DEVICE),
+        topk_index=torch.tensor([[5], [9], [33]][:requests], device=DEVICE),
+        hidden_states=torch.zeros(requests, WIDTH, dtype=torch.bfloat16, device=DEVICE),
+        capture_hidden_mode=CaptureHiddenMode.LAST,
+    )
+    batch.seq_lens_cpu = batch.seq_lens_sum = batch.sampling_info = None
+    batch.can_run_decode_cuda_graph = True
+    return batch
+
+
+def drafting(layout, arrangement="layer_major"):
+    from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
+
+    args = publish_one_rank(speculative=True)
+    case, model = Case(layout, *LENGTHS["TARGET_VERIFY"], arrangement), Model()
+    worker = draft_worker(case, model, args)
+    runner = EAGLEDraftCudaGraphRunner(worker)
+    batch = draft_batch(case)
+    worker.draft_attn_backend.init_forward_metadata(batch)
+    wanted = [None if x is None else x.clone() for x in worker.draft_forward(batch)]
+    rows = stored_rows(case)
+    batch = draft_batch(case)
+    with no_waits():
+        assert runner.can_run_graph(batch)
+        found = runner.execute(batch)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    assert len(wanted[2].unique()) > 4  # tokens, which depend on what the steps attended
+    assert all(map(torch.equal, stored_rows(case), rows))
+
+
+def draft_extend(layout, arrangement="layer_major"):
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    args = publish_one_rank(speculative=True)
+    mode = "DRAFT_EXTEND_V2"
+    case, model = Case(layout, *LENGTHS[mode], arrangement), Model()
+    runner = EAGLEDraftExtendCudaGraphRunner(draft_worker(case, model, args))
+    wanted = eager(case, model, batch_of(case, mode))
+    batch = batch_of(case, mode)
+    with no_waits():
+        assert runner.can_run_graph(batch)
+        found = runner.execute(batch, batch.spec_info.select_index)
+    as_eager(case, found, wanted)
+
+
+@pytest.mark.quick
+def test_draft_steps_in_a_graph():
+    drafting("fp4")
+
+
+@pytest.mark.quick
+def test_draft_extend_in_a_graph():
+    draft_extend("fp4")
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("run", [drafting, draft_extend])
+def test_drafts_of_every_layout_in_a_graph(layout, run):
+    run(layout)
+
+
+@pytest.mark.parametrize("arrangement", PLACED[1:])
+@pytest.mark.parametrize("run", [drafting, draft_extend])
+def test_drafts_of_every_arrangement_in_a_graph(arrangement, run):
+    run("fp4", arrangement)
+
+
+def prefill(layout, arrangement="layer_major"):
+    """123 tokens padded to 160; attention of two layers runs between the segments of the graph."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    args = publish_one_rank()
+    case, model = Case(layout, *LENGTHS["EXTEND"], arrangement), Model((1, 2))
+    store_prefixes(case, model.model.layers[1])
+    runner = PrefillCudaGraphRunner(model_runner(case, args, model))
+    (graph,) = runner.backend._graphs.values()
+    assert len(graph._segments) == 3
+    wanted = eager(case, model, batch_of(case, "EXTEND"))
+    batch = batch_of(case, "EXTEND")
+    assert runner.can_run_graph(batch)
+    found = runner.execute(batch)
+    assert len(found.hidden_states) == 123
+    as_eager(case, found, wanted)
+
+
+@pytest.mark.quick
+def test_prefill_in_breakable_graphs():
+    prefill("fp4")
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("arrangement", PLACED)
+def test_prefill_of_every_layout_and_arrangement_in_breakable_graphs(layout, arrangement):
+    prefill(layout, arrangement)

@@ -1,0 +1,56 @@
+"""SGLang's automatic ratio (`hicache_auto_size`): rows, index keys, states and drafts fit into its budget."""
+
+import pytest
+from every_model import KINDS
+
+FRACTION = 0.8  # the default of --hicache-host-memory-fraction
+SLACK = 0.05  # SGLang's
+
+
+@pytest.fixture
+def free_memory(monkeypatch):
+    """`free_memory(size)`: bytes that SGLang finds free on this host."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    def set_to(size):
+        monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: int(size))
+
+    return set_to
+
+
+def ratio_in_use():
+    from sglang.srt.runtime_context import get_memory
+
+    return get_memory().hicache_ratio
+
+
+@pytest.mark.parametrize("host", ["bf16", "fp4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ratio_is_lowered_until_all_pools_fit(every, free_memory, kind, host):
+    """Measured by the tensors: whatever the ratio, all pools take the budget, and not much less of it."""
+    free_memory(1 << 40)
+    plenty = every(kind, "bf16", host, pages=64, slots=64, automatic=True)
+    assert ratio_in_use() == 2.0
+    wanted = plenty.host_bytes
+    budget = 0.6 * wanted
+    free_memory(budget / FRACTION)
+    fitting = every(kind, "bf16", host, pages=64, slots=64, automatic=True)
+    assert ratio_in_use() < 2.0
+    # A page more in each pool, which SGLang adds, is part of its slack.
+    assert (1 - 2 * SLACK) * budget < fitting.host_bytes <= budget
+    ratio, narrow = ratio_in_use(), {"bf16": 1.0, "fp4": 1152 / 416}[host]
+    assert fitting.host_pools[0].size == (int(64 * 64 * ratio * narrow) // 64 + 1) * 64
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "DSA" in kind or "heads" in kind])
+def test_a_given_ratio_that_does_not_fit_names_the_arguments(every, free_memory, kind):
+    """Where only the rows fit: SGLang's errors about index keys and drafts name no argument."""
+    from sgl_kvpool.srt.host.memory import HostTierTooLarge
+
+    free_memory(1 << 40)
+    plenty = every(kind, "bf16", "fp4")
+    rows = plenty.host_pools[0]
+    taken = rows.size * rows.size_per_token
+    free_memory(taken)
+    with pytest.raises(HostTierTooLarge, match=r"needs \d+\.\d+ GB for \d+ tokens .*smaller --hicache-"):
+        every(kind, "bf16", "fp4")

@@ -1,0 +1,101 @@
+"""Whatever attention reads of a token comes back from the host, for every kind of model with a tier."""
+
+import numpy as np
+import pytest
+from every_model import KINDS
+from host_tier import LAYOUTS
+from test_hybrid_stores import fetch, stored
+
+TREES = ["rust", "python"]
+
+
+def sizes_of(kind):
+    """SGLang serves index keys in pages of 64 tokens only."""
+    return [64] if KINDS[kind].sparse else [1, 64]
+
+
+CASES = [(kind, page_size) for kind in KINDS for page_size in sizes_of(kind)]
+
+
+def family(page_size):
+    """A prefix of two pages, two suffixes of it, and another prompt."""
+    prefix = list(range(2 * page_size))
+    one, two = (prefix + list(range(at, at + page_size)) for at in (1000, 2000))
+    return prefix, one, two, list(range(5000, 5000 + 2 * page_size))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("kind", "page_size"), CASES)
+def test_two_suffixes_of_a_prefix(every, kind, page_size, tree):
+    """The tree splits the first prompt's node: on the device, and again where it is on the host only."""
+    model = every(kind, page_size=page_size, tree=tree)
+    prefix, one, two, other = family(page_size)
+    for tokens in (one, two, other):
+        model.put(tokens)
+    model.evict()
+    assert [model.check(tokens) for tokens in (one, two, other)] == list(map(len, (one, two, other)))
+    model.put(prefix)
+    model.evict()
+    assert model.check(prefix + other) == len(prefix)
+    model.evict(page_size)  # the least recently used leaf alone
+    assert [model.check(tokens) for tokens in (two, one, prefix)] == [len(two), len(one), len(prefix)]
+    model.evict()
+    deeper = one[: 2 * page_size] + list(range(7000, 7000 + page_size))
+    model.put(deeper)  # computed again behind a prefix that is on the host
+    model.evict()
+    assert [model.check(tokens) for tokens in (deeper, one, two)] == [3 * page_size] * 3
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("kind", "page_size"), CASES)
+def test_a_split_while_the_backup_runs(every, kind, page_size, tree):
+    model = every(kind, page_size=page_size, tree=tree)
+    _, one, two, _ = family(page_size)
+    model.put(one, settle=False)
+    model.put(two, settle=False)
+    model.settle()
+    model.evict()
+    assert [model.check(tokens) for tokens in (two, one)] == [len(two), len(one)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
+def test_narrower_hosts_return_the_round_trip(every, kind, host):
+    model = every(kind, "bf16", host)
+    _, one, two, _ = family(64)
+    for tokens in (one, two):
+        model.put(tokens)
+    model.evict()
+    for tokens in (one, two):
+        assert model.check(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("kind", "page_size"), CASES)
+def test_any_order_of_prompts_and_evictions(every, kind, page_size, tree):
+    """A random walk: whatever is found is right."""
+    seed = 2 * CASES.index((kind, page_size)) + TREES.index(tree)
+    model = every(kind, LAYOUTS[seed % len(LAYOUTS)], page_size=page_size, tree=tree, ratio=4.0)
+    generator = np.random.default_rng(seed)
+    prefix, one, two, other = family(page_size)
+    known, found = [prefix, one, two, other, one + other, two + prefix], 0
+    for _ in range(24):
+        tokens = known[generator.integers(len(known))]
+        if generator.integers(2):
+            model.evict(int(generator.integers(1, 8)) * page_size, int(generator.integers(3)))
+        length = model.check(tokens)
+        found += length
+        if length < len(tokens):
+            model.evict(16 * page_size, 8)
+            model.put(tokens)
+    assert found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_server_reads_everything_from_the_store(every, tmp_path, kind):
+    _, one, two, _ = family(64)
+    stored(every(kind, store=tmp_path), one, two)
+    again = every(kind, store=tmp_path)
+    for tokens in (two, one):
+        fetch(again, tokens)
+        assert again.check(tokens) == len(tokens)

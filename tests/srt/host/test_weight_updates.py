@@ -1,0 +1,496 @@
+"""Keys of stores after updates of weights: the name in them, SGLang's `file` store, ranks.
+
+Requests of real servers are in tests/engine/test_weight_updates.py.
+"""
+
+import os
+import shutil
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from host_tier import GUARD, LAYERS, START, device_pool, slots
+from test_hybrid_stores import fetch, prompt, stored
+from test_hybrid_stores import files as files_of
+from test_stores import KEYS, PAGE_SIZE, filled, get, put, tier_of
+
+from sgl_kvpool.sglang_plugin.hooks import stores, weights
+from sgl_kvpool.sglang_plugin.hooks.weights import ServedWeights
+
+KEY = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """`serve(version)`: a server that starts with a weight version; its stores are attached afterwards."""
+
+    def start(version="default"):
+        server = ServedWeights()
+        for module in (weights, stores):
+            monkeypatch.setattr(module, "SERVED", server)
+        monkeypatch.setattr(weights, "_followed", [])
+        monkeypatch.setattr(weights, "_version", lambda: version)
+        return server
+
+    return start
+
+
+def update(server, version=None, before="default", flush=True):
+    """An update of one call, as from a disk."""
+    server.begin(before)
+    server.loaded(version)
+    if flush:
+        assert server.flushed(str)
+
+
+def started(version="default", random="drawn", own="own"):
+    server = ServedWeights()
+    server.start(version, random, own, "")
+    return server
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_keys_of_a_server_without_updates_are_sglangs():
+    assert started().key(KEY) == KEY
+
+
+def test_a_name_takes_the_end_of_a_key_and_is_added_once():
+    server = started("v2")
+    named = server.key(KEY)
+    assert (len(named), named[:48]) == (64, KEY[:48])
+    assert named != KEY
+    assert server.key(named) == named
+    assert int(named, 16)
+
+
+def test_replicas_of_one_version_have_one_name_and_others_do_not():
+    updated, restarted = started(), started("v2", random="other")
+    update(updated, "v2")
+    assert updated.digits == restarted.digits != ""
+    assert len({started(v).digits for v in ("default", "v1", "v2", "v3")}) == 4
+    for again in (None, "v2"):  # no version, or the one that it had: what changed has no name
+        update(updated, again, before="v2")
+        assert updated.digits != restarted.digits
+    update(updated, "v1", before="v2")
+    assert updated.digits == started("v1").digits
+    for unnamed in ("default", ""):  # of two servers
+        others = started(), started(random="other")
+        for server in others:
+            update(server, unnamed, before="v1")
+        assert len({server.digits for server in others} - {""}) == 2
+    assert started("").digits == ""
+
+
+@pytest.mark.parametrize("version", ["\udcff", "a\nb\0", "x" * 10_240, " "])
+def test_any_other_text_is_a_version(version):
+    assert started(version).digits not in ("", started("v1").digits)
+
+
+def test_updates_without_a_version_are_told_apart_and_ranks_agree():
+    ranks = started(random="drawn"), started(random="drawn"), started(random="of another server")
+    names = []
+    for _ in range(3):
+        for rank in ranks:
+            update(rank)
+        names.append([rank.digits for rank in ranks])
+    assert all(one == same != other for one, same, other in names)
+    assert len({name for row in names for name in row}) == 6
+
+
+def test_ranks_agree_after_a_flush_that_one_refused():
+    """With DP attention every rank has its own requests, and refuses flushes alone."""
+    one, other = started(), started()
+    update(one, "v2")
+    update(other, "v2", flush=False)
+    assert other.unsettled
+    assert other.digits == ""
+    for rank in (one, other):
+        update(rank, None, before="v2")
+    assert one.digits == other.digits != started("v2").digits
+
+
+def test_replicas_of_which_one_failed_to_load_have_several_names():
+    """The weights of the one that failed are its own, so the other must not find its pages."""
+    replicas = started(own="one"), started(own="other"), started(own="third")
+    update(replicas[0])
+    for failed in replicas[1:]:
+        failed.begin("default")
+        assert failed.flushed(str)
+    assert len({replica.digits for replica in replicas}) == 3
+    for replica in replicas:
+        update(replica)
+    assert len({replica.digits for replica in replicas}) == 1
+    replicas[0].begin("default", session=True)
+    bucket(replicas[0], loaded=False)
+    bucket(replicas[0])
+    replicas[0].end()
+    assert replicas[0].flushed(str)
+    update(replicas[1])
+    assert replicas[0].digits != replicas[1].digits
+
+
+def test_a_version_names_what_came_last():
+    server = started()
+    update(server, "v2", flush=False)
+    update(server, None, before="v2")
+    assert server.digits != started("v2").digits
+
+
+def test_k_scales_are_part_of_a_name():
+    server = started()
+    server.begin("default")
+    server.loaded("v2")
+    assert server.flushed(lambda: "1234abcd")
+    assert server.digits not in ("", started("v2").digits)
+
+
+def bucket(server, version=None, loaded=True):
+    server.begin_load()
+    if loaded:
+        server.loaded(version)
+    server.end_load()
+
+
+@pytest.mark.parametrize("flushes", [(False, True), (True, True)])
+def test_a_session_is_named_at_its_end(flushes):
+    server = started()
+    server.begin("default", session=True)
+    for flush in flushes:
+        bucket(server, "v2")
+        if flush:
+            assert not server.flushed(str)
+        assert server.unsettled
+    assert server.end()  # the last flush is repeated
+    assert server.flushed(str)
+    assert server.digits == started("v2").digits
+    assert not server.unsettled
+
+
+def test_a_session_without_a_flush_after_its_last_load_waits_for_one():
+    server = started()
+    server.begin("default", session=True)
+    bucket(server)
+    assert not server.flushed(str)
+    bucket(server)
+    assert not server.end()
+    assert server.unsettled
+    assert server.flushed(str)
+
+
+def test_a_session_with_a_failed_load_has_no_version():
+    server = started()
+    server.begin("default", session=True)
+    bucket(server, "v2")
+    bucket(server, "v2", loaded=False)
+    bucket(server, "v2")
+    assert not server.end()
+    assert server.flushed(str)
+    assert server.digits not in ("", started("v2").digits)
+
+
+def test_an_update_of_one_call_does_not_end_the_session_in_which_it_comes():
+    """SGLang accepts /update_weights_from_disk and the check that overwrites weights within a session."""
+    server = started()
+    server.begin("default", session=True)
+    bucket(server, "v2", loaded=False)
+    server.begin("default")
+    server.loaded("v2")
+    assert not server.flushed(str)
+    assert server.unsettled
+    assert server.end()
+    assert server.flushed(str)
+    assert server.digits not in ("", started("v2").digits)
+
+
+def test_a_version_alone_names_weights_that_came_without_a_load():
+    server = started()
+    server.begin("default", session=True)
+    assert not server.end()
+    server.renamed("v2", "default")
+    assert server.unsettled
+    assert server.flushed(str)
+    assert server.digits == started("v2").digits
+    server.renamed("v2", "v2")
+    assert not server.unsettled
+
+
+@pytest.mark.parametrize(
+    ("action", "changes"), [("reset_tensors", True), ("checksum", False), ("snapshot", False)]
+)
+def test_sglangs_check_of_weights_may_overwrite_them(serve, action, changes):
+    server = serve()
+    answer = weights._check_weights(lambda *_: "done", None, SimpleNamespace(action=action))
+    assert answer == "done"
+    assert server.unsettled == changes
+
+
+# ------------------------------------------------------------------ a store
+
+
+def test_a_store_gets_and_has_nothing_until_the_flush(serve, controller_of, store, failures, counting):
+    def lost():
+        return counting("sgl_kvpool_uncached_pages_total", reason="weights") - before
+
+    before = 0
+    before, server = lost(), serve()
+    first = controller_of(device_pool("fp4", pages=9), store=store)
+    wanted = filled(first)
+    first.write_storage(slots([2], PAGE_SIZE), list(range(4)), hash_value=KEYS[:1])
+    assert first.ack_backup_queue.get(timeout=20).completed_tokens == PAGE_SIZE
+    assert first.storage_backend.batch_exists(KEYS) == 1
+
+    server.begin("default")
+    first.write_storage(slots([3, 7], PAGE_SIZE), list(range(8)), hash_value=KEYS[1:3])
+    assert first.ack_backup_queue.get(timeout=20).completed_tokens == 0
+    assert len(os.listdir(store)) == 1
+    assert first.storage_backend.batch_exists(KEYS) == 0
+    hits, found = get(first, pages=(0,), keys=KEYS[:1])
+    assert hits == 0
+    assert (found == GUARD).all()
+    assert lost() == 2
+
+    assert server.flushed(str)
+    assert first.storage_backend.batch_exists(KEYS) == 0
+    wanted = filled(first, seed=4)
+    assert put(first)
+    names = sorted(os.listdir(store))
+    assert len(names) == 5
+    assert [name.partition("_")[0] for name in names] == sorted([KEYS[0], *server.keys(KEYS)])
+    hits, found = get(first)
+    assert hits == 4
+    assert np.array_equal(found[[0, 5, 2, 6]], wanted[[3, 1, 4, 0]])
+    assert (lost(), failures()) == (2, {})
+
+
+def test_what_a_decode_server_still_stores_in_a_flush_keeps_the_old_name(
+    serve, controller_of, store, counting, monkeypatch
+):
+    """SGLang flushes while a decode server's generated rows wait for the store, or are being stored."""
+    from sglang.srt.managers import cache_controller
+
+    server, goes_on, begun = serve(), threading.Event(), threading.Event()
+    monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 1)
+    monkeypatch.setattr(weights, "_followed", [])
+    controller = controller_of(device_pool("fp4", pages=9), store=store)
+    filled(controller)
+    before, put_one = (
+        counting("sgl_kvpool_uncached_pages_total", reason="weights"),
+        controller.storage_backend.set,
+    )
+
+    def slow(*args, **kwargs):
+        begun.set()
+        assert goes_on.wait(20)
+        return put_one(*args, **kwargs)
+
+    monkeypatch.setattr(controller.storage_backend, "set", slow)
+    controller.write_storage(slots([2, 3], PAGE_SIZE), list(range(8)), hash_value=KEYS[:2])
+    controller.write_storage(slots([7], PAGE_SIZE), list(range(4)), hash_value=KEYS[2:3])
+    assert begun.wait(20)
+    server.begin("default")
+    assert weights._flush_cache(lambda _: True, SimpleNamespace(tree_cache=None))
+    assert server.digits != ""
+    goes_on.set()
+    assert [controller.ack_backup_queue.get(timeout=20).completed_tokens for _ in range(2)] == [
+        2 * PAGE_SIZE,
+        0,
+    ]
+    assert sorted(path.name.partition("_")[0] for path in store.iterdir()) == sorted(KEYS[:2])
+    assert counting("sgl_kvpool_uncached_pages_total", reason="weights") - before == 1
+    controller.write_storage(slots([7], PAGE_SIZE), list(range(4)), hash_value=KEYS[2:3])
+    assert controller.ack_backup_queue.get(timeout=20).completed_tokens == PAGE_SIZE
+    assert controller.storage_backend.batch_exists(KEYS[2:3]) == 1
+
+
+@pytest.mark.parametrize("label", ["page_first", "page_first_direct"])
+def test_a_page_under_the_name_of_other_weights_is_damaged(serve, controller_of, store, failures, label):
+    """The checksum is seeded with the key in the store: it changes with the name, and only with it."""
+    server = serve()
+    controller = controller_of(device_pool("fp4", pages=9), label, store)
+    filled(controller)
+    assert put(controller, pages=(3,))
+    (old,) = store.iterdir()
+    update(server)
+    shutil.copy(old, old.with_name(old.name.replace(KEYS[0], server.key(KEYS[0]))))
+    assert controller.storage_backend.batch_exists(KEYS) == 1
+    assert get(controller, pages=(0,), keys=KEYS[:1])[0] == 0
+    assert failures() == {"page_checksum": 1}
+    serve()  # a restart without a version: the old page is whole
+    again = controller_of(device_pool("fp4", pages=9), label, store)
+    assert get(again, pages=(0,), keys=KEYS[:1])[0] == 1
+
+
+def test_a_server_that_starts_with_the_version_finds_the_pages(serve, controller_of, store):
+    server = serve()
+    first = controller_of(device_pool("fp8", pages=9), store=store)
+    update(server, "v2")
+    filled(first)
+    assert put(first)
+    for version, found in (("v2", 4), ("default", 0), ("v3", 0)):
+        serve(version)
+        other = controller_of(device_pool("fp8", pages=9), store=store)
+        assert other.storage_backend.batch_exists(KEYS) == found
+        assert get(other)[0] == found
+
+
+def test_pages_of_sglangs_own_host_pool_are_named_too(serve, controller_of, store, monkeypatch):
+    """bf16 rows on CUDA: their keys are SGLang's, and contain no row format."""
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    from sgl_kvpool.srt.host import tier_bytes
+
+    monkeypatch.setattr(tier_bytes, "has_our_tier", lambda pool: False)
+    monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
+    server = serve()
+    controller = controller_of(device_pool("bf16", pages=9), store=store)
+    assert type(tier_of(controller)) is MLATokenToKVPoolHost
+    assert put(controller)
+    assert sorted(path.name for path in store.iterdir()) == sorted(f"{key}_model.bin" for key in KEYS)
+    update(server)
+    assert controller.storage_backend.batch_exists(KEYS) == 0
+    assert put(controller, pages=(0,))
+    assert controller.storage_backend.batch_exists(KEYS) == 1
+
+
+def test_states_are_named_like_their_rows(serve, hybrid_of, store, failures):
+    server = serve()
+    model = hybrid_of(page_size=4, store=store)
+    stored(model, prompt(8))
+    update(server, "v2")
+    again = hybrid_of(page_size=4, store=store)
+    fetch(again, prompt(8))
+    again.check(prompt(8), 0)
+    stored(again, prompt(8))
+    assert (len(files_of(store, True)), len(files_of(store, False))) == (2, 4)
+    serve("v2")
+    third = hybrid_of(page_size=4, store=store)
+    fetch(third, prompt(8))
+    third.check(prompt(8), 8)
+    assert failures() == {}
+
+
+# ------------------------------------------------------------------ k_scales
+
+
+class Attention(torch.nn.Module):
+    """A model with one attention module per layer, on which SGLang's loader sets k_scale."""
+
+    def __init__(self, scale):
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+        for layer in range(START, START + LAYERS):
+            block = torch.nn.Module()
+            block.attn_mqa = RadixAttention(1, 576, 1.0, num_kv_heads=1, layer_id=layer, v_head_dim=512)
+            block.attn_mqa.k_scale_float = scale
+            self.layers.append(block)
+
+    def load(self, scale):
+        for block in self.layers:
+            block.attn_mqa.k_scale_float = scale
+
+
+class Scheduler:
+    """What the flush asks a scheduler: its graphs, and whether it has peers."""
+
+    def __init__(self, graph=None, mode="null"):
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        class Runner:
+            decode_cuda_graph_runner = graph
+            prefill_cuda_graph_runner = None
+
+        class Updater:
+            def _select_runners(self):
+                return [("target", Runner)]
+
+        self.weight_updater, self.disaggregation_mode = Updater(), DisaggregationMode(mode)
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """`followed(pool, model)`: the k_scales of a pool follow those of a model."""
+    from sgl_kvpool.sglang_plugin.hooks import pools
+
+    monkeypatch.setattr(weights, "_followed", [])
+
+    def follow(pool, model, readers=("kvpool_mla",)):
+        class Configurator:
+            pass
+
+        configurator = Configurator()
+        configurator.model = model
+        weights.follow_k_scales(
+            pool, lambda: pools._checked_k_scales(configurator, pool.kv_cache_layout, readers)
+        )
+        return pool
+
+    return follow
+
+
+def test_a_pool_takes_new_k_scales(published, followed):
+    """Values up to 1232, as of weights whose k_scale is 4, are stored without clamping at 448."""
+    pool = followed(device_pool("fp8", pages=9), model := Attention(1.0))
+    model.load(4.0)
+    assert pool.k_scale(START) == 1.0
+    weights._take_k_scales(Scheduler())
+    assert {pool.k_scale(START + layer) for layer in range(LAYERS)} == {4.0}
+    assert weights._k_scales_digest() != ""
+    values = torch.linspace(-1232, 1232, 576).bfloat16().view(1, 1, -1)
+    where = torch.tensor([5])
+    pool.set_mla_kv_buffer(model.layers[0].attn_mqa, where, values[..., :512], values[..., 512:])
+    nope, rope = pool.get_mla_kv_buffer(model.layers[0].attn_mqa, where, torch.float32)
+    read = torch.cat([nope, rope], -1).view(-1)
+    assert (read - values.view(-1).float()).abs().max() <= 1232 / 16
+
+
+def test_k_scales_that_did_not_change_need_nothing(published, followed):
+    pool = followed(device_pool("fp8", pages=9), Attention(2.0))
+    pool.take_k_scales({START + layer: 2.0 for layer in range(LAYERS)})  # as at the start
+    weights._take_k_scales(Scheduler(graph=object(), mode="decode"))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "reason"),
+    [
+        ({"graph": object()}, "CUDA graphs have captured the old one"),
+        ({"mode": "prefill"}, "peers have compared the old one"),
+    ],
+)
+def test_k_scales_that_are_kept_elsewhere_end_the_server(published, followed, scheduler, reason):
+    followed(device_pool("fp8", pages=9), model := Attention(1.0))
+    model.load(4.0)
+    with pytest.raises(RuntimeError) as error:
+        weights._take_k_scales(Scheduler(**scheduler))
+    text = str(error.value)
+    assert text.startswith(f"an update of weights has changed k_scale of layer {START} from 1.0 to 4.0, and ")
+    assert reason in text
+    assert "\n" not in text
+
+
+def test_a_host_tier_that_converts_with_k_scales_ends_the_server(published, followed):
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    pool = device_pool("fp8", pages=9, host_tier=HostTierOptions("fp4"))
+    followed(pool, model := Attention(1.0))
+    model.load(4.0)
+    with pytest.raises(RuntimeError, match="the host tier converts rows with the old one"):
+        weights._take_k_scales(Scheduler())
+
+
+def test_a_backend_that_does_not_multiply_by_the_new_k_scale_ends_the_server(published, followed):
+    followed(device_pool("fp8", pages=9), model := Attention(1.0), ("flashmla",))
+    model.load(4.0)
+    with pytest.raises(ValueError, match="k_scale=4.0 in layer .*flashmla does not multiply"):
+        weights._take_k_scales(Scheduler())

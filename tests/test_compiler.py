@@ -1,0 +1,334 @@
+"""Compiled libraries are found by contents: sources, compilers and own bytes, and neither paths nor times."""
+
+import hashlib
+import logging
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool import compiler
+from sgl_kvpool.compiler import Module
+
+PACKAGE = Path(compiler.__file__).parent
+#: A function without arguments; tvm-ffi's C header alone compiles in a fraction of a second.
+SOURCE = """
+#include <tvm/ffi/c_api.h>
+#include "value.h"
+extern "C" int __tvm_ffi_value(void*, const TVMFFIAny*, int32_t, TVMFFIAny* result) {
+  result->type_index = kTVMFFIInt;
+  result->v_int64 = VALUE;
+  return 0;
+}
+"""
+#: Loads the module of `sources` in another process.
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from sgl_kvpool.compiler import Module
+logging.basicConfig(level=logging.WARNING)
+print(Module("small", Path(sys.argv[1]), ("-O0",)).load().value())
+"""
+
+
+def warnings(caplog):
+    """What was logged from warnings on, whatever level SGLang has set in this process."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Folder of the libraries, empty."""
+    monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sgl_kvpool"
+
+
+@pytest.fixture
+def small(tmp_path, cache):
+    """A module whose value is in a header."""
+    return sources(tmp_path / "here")
+
+
+def sources(folder, value=1):
+    folder.mkdir()
+    (folder / "small.cpp").write_text(SOURCE)
+    (folder / "value.h").write_text(f"#define VALUE {value}\n")
+    return Module("small", folder / "small.cpp", ("-O0",))
+
+
+def in_process(module, **changes):
+    command = [sys.executable, "-c", PROGRAM, str(module.source)]
+    return subprocess.Popen(
+        command, env={**os.environ, **changes}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def answer(process):
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return output.strip(), errors
+
+
+def put(path, content):
+    """Replace a file, which processes that have mapped the old one keep."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def slow_compiler(folder, before):
+    """A compiler that runs a shell command before it compiles or links."""
+    return script(folder / "cxx", f'[ "$1" = --version ] || {{ {before}; }}; exec c++ "$@"')
+
+
+def test_a_header_that_is_older_than_the_library(small, cache):
+    """An image is built from old files, a checkout goes back: times say nothing."""
+    assert small.load().value() == 1
+    header = small.source.with_name("value.h")
+    header.write_text("#define VALUE 2\n")
+    os.utime(header, (0, 0))
+    assert small.load().value() == 2
+    header.write_text("#define VALUE 1\n")
+    before = compiler.libraries()
+    assert small.load().value() == 1
+    assert compiler.libraries() == before
+    header.write_text('#error "old"\n')
+    os.utime(header, (0, 0))
+    with pytest.raises(RuntimeError, match='#error "old"') as raised:
+        small.load()
+    assert str(raised.value).endswith(f"small is kept in {cache}, which TVM_FFI_CACHE_DIR moves")
+    assert compiler.libraries() == before
+    assert not list(cache.glob(".build-*"))
+
+
+def test_what_else_is_in_the_name(small, monkeypatch, tmp_path):
+    small.load()
+    (first,) = compiler.libraries()
+    replace(small, flags=("-O1",)).load()
+    monkeypatch.setattr(compiler, "VERSION", "0.0.0")
+    small.load()
+    cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && echo "c++ 99" && exit; exec c++ "$@"')
+    monkeypatch.setenv("CXX", cxx)
+    small.load()
+    monkeypatch.setattr("tvm_ffi.__version__", "99")
+    small.load()
+    names = {path.name.rpartition("-")[0] for path in compiler.libraries()}
+    assert len(names) == 5
+    assert first in compiler.libraries()
+
+
+def test_an_installation_at_another_path_shares_the_library(small, tmp_path, monkeypatch):
+    small.load()
+    before = compiler.libraries()
+    other = sources(tmp_path / "there")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert other.load().value() == 1
+    assert compiler.libraries() == before
+
+
+@pytest.mark.parametrize("length", [0, 64, 0.5, -1, "flipped"])
+def test_damaged_libraries_are_compiled_again_and_said(length, small, caplog):
+    small.load()
+    (library,) = compiler.libraries()
+    intact = library.read_bytes()
+    half = len(intact) // 2
+    put(
+        library,
+        intact[:half] + bytes([intact[half] ^ 1]) + intact[half + 1 :] if length == "flipped"
+        else intact[: half if length == 0.5 else length],
+    )  # fmt: skip
+    assert compiler.damaged(library)
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    assert warnings(caplog) == [f"sgl-kvpool: {library} is damaged and is compiled again"]
+    (again,) = compiler.libraries()
+    assert not compiler.damaged(again)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("put_there", [lambda path: path.symlink_to(path), os.mkfifo, Path.mkdir])
+def test_what_is_no_file_is_not_opened(put_there, small, caplog):
+    """Opening a FIFO would wait for a writer for ever; a folder is the user's to remove."""
+    small.load()
+    (library,) = compiler.libraries()
+    library.unlink()
+    put_there(library)
+    assert compiler.damaged(library)
+    if library.is_dir():
+        with pytest.raises(RuntimeError, match=rf"{library}.*\n.*, which TVM_FFI_CACHE_DIR moves"):
+            small.load()
+        return
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    assert warnings(caplog) == [f"sgl-kvpool: {library} is damaged and is compiled again"]
+
+
+def test_a_library_that_is_intact_and_cannot_be_loaded(small, cache, caplog):
+    """As one that was linked with a newer C library; it is compiled once, also if that does not help."""
+    small.load()
+    (library,) = compiler.libraries()
+    library.unlink()
+    bad = b"not a library"
+    digest = hashlib.sha256(bad).hexdigest()[:16]
+    library = library.with_name(f"{library.name.rpartition('-')[0]}-{digest}.so")
+    library.write_bytes(bad)
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    assert f"{library} cannot be loaded and is compiled again: " in caplog.text
+    assert not library.exists()
+    assert len(compiler.libraries()) == 1
+
+
+def test_processes_that_start_at_once_compile_once(small, tmp_path):
+    log = tmp_path / "log"
+    cxx = slow_compiler(tmp_path, f'echo "$*" >> {log}; sleep 1')
+    started = [in_process(small, CXX=cxx) for _ in range(2)]
+    assert [answer(process)[0] for process in started] == ["1"] * 2
+    assert len(log.read_text().splitlines()) == 2  # compiled and linked
+    assert len(compiler.libraries()) == 1
+
+
+def test_a_killed_compilation_leaves_nothing_that_is_used(small, tmp_path, cache):
+    cxx = slow_compiler(tmp_path, f"touch {tmp_path}/at; sleep 600")
+    process = in_process(small, CXX=cxx)
+    while process.poll() is None and not (tmp_path / "at").exists():
+        pass
+    process.kill()
+    process.communicate()
+    assert compiler.libraries() == []
+    assert small.load().value() == 1
+
+
+def test_no_compiler(small, monkeypatch):
+    """Libraries of any compiler are used where there is none."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="no-such-compiler: not found"):
+        small.load()
+    monkeypatch.delenv("CXX")
+    small.load()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert small.load().value() == 1
+
+
+def without_rights(module, code):
+    """Output of Python code with `module`, as a user who may not write."""
+    program = (
+        "import os, sys, filelock, tvm_ffi.cpp\nfrom pathlib import Path\n"
+        "from sgl_kvpool.compiler import Module\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        f"module = Module('small', Path(sys.argv[1]), ('-O0',))\n{code}"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, str(module.source)], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def public(monkeypatch):
+    """A folder that every user can read; pytest closes its own to other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(Path(folder) / "cache"))
+        yield Path(folder)
+
+
+def test_a_folder_that_cannot_be_written(public):
+    small, cache = sources(public / "here"), public / "cache" / "sgl_kvpool"
+    cache.mkdir(parents=True)
+    cache.chmod(0o555)
+    done = without_rights(small, "module.load()")
+    assert done.returncode == 1
+    assert "Permission denied" in done.stderr
+    assert f"small is kept in {cache}, which TVM_FFI_CACHE_DIR moves" in done.stderr
+    cache.chmod(0o755)
+    small.load()
+    cache.chmod(0o555)
+    done = without_rights(small, "print(module.load().value())")
+    assert done.stdout == "1\n", done.stderr
+    (library,) = compiler.libraries()
+    content = library.read_bytes()
+    cache.chmod(0o755)
+    put(library, content[:2000])
+    cache.chmod(0o555)
+    done = without_rights(small, "module.load()")
+    assert done.returncode == 1
+    assert "Permission denied" in done.stderr
+    assert library.read_bytes() == content[:2000]
+    cache.chmod(0o755)
+
+
+def test_a_disk_that_is_full(small, cache):
+    """No file may have more than 8 KB, as on a disk that ends there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(small.source)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)),
+    )  # fmt: skip
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert f"small is kept in {cache}, which TVM_FFI_CACHE_DIR moves" in errors
+    assert compiler.libraries() == []
+    assert not list(cache.glob(".build-*"))
+    assert small.load().value() == 1
+
+
+@pytest.mark.parametrize("source", sorted(PACKAGE.glob("*/csrc/*.cpp")), ids=lambda path: path.name)
+def test_the_compiler_reads_no_source_that_is_not_in_the_name(source, monkeypatch):
+    """Files that g++ lists, outside of the compiler's and tvm-ffi's own folders."""
+    import tvm_ffi
+
+    includes = Path(tvm_ffi.__file__).parent / "include"
+    listed = subprocess.check_output(
+        ["c++", "-std=c++20", f"-I{includes}", "-MM", str(source)], text=True
+    )  # -MM leaves out system headers
+    read = {Path(word).resolve() for word in re.findall(r"\S+\.(?:cpp|h|cuh)\b", listed)}
+    own = {path for path in read if not path.is_relative_to(includes.resolve())}
+    assert len(own) > 2
+    hashed = set()
+    monkeypatch.setattr(Path, "read_bytes", lambda path, real=Path.read_bytes: hashed.add(path) or real(path))
+    Module("any", source, ())._inputs()
+    assert own <= {path.resolve() for path in hashed}
+
+
+def test_the_environment_is_as_before(small, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no ninja, no nvcc
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    before = dict(os.environ)
+    with replace(small, cuda_arch="9.0a")._tools():
+        assert shutil.which("ninja")
+        assert os.environ["TVM_FFI_CUDA_ARCH_LIST"] == "9.0a"
+        assert os.environ["CUDA_HOME"] == "/usr/local/cuda"
+    assert dict(os.environ) == before
+
+
+def test_what_ptxrun_compiled_is_checked_too(tmp_path, monkeypatch):
+    import ptxrun_builds
+
+    monkeypatch.setenv("TEST_PTXRUN_CACHE", str(tmp_path))
+    made = []
+
+    def make(path):
+        made.append(path)
+        path.write_bytes(b"a library")
+
+    first = ptxrun_builds.made_once("x", ".so", [b"source"], make)
+    assert ptxrun_builds.made_once("x", ".so", [b"source"], make) == first
+    assert len(made) == 1
+    first.write_bytes(b"a libra")
+    assert ptxrun_builds.made_once("x", ".so", [b"source"], make) == first
+    assert (len(made), first.read_bytes()) == (2, b"a library")
