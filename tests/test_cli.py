@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from codec_oracle import ROW_BYTES
+from live_processes import alive
 
 from sgl_kvpool.cli import main
 
@@ -224,14 +225,6 @@ from sgl_kvpool.demo.server import Server
 with Server(["--port", "1", sys.argv[2]], sys.argv[3], program=(sys.executable, "-c", sys.argv[1])):
     pass
 """
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_two_interrupts_leave_no_server(tmp_path):

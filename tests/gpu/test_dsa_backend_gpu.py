@@ -10,7 +10,6 @@ from dsa_case import DRAFTS, HEADS, RANK, ROPE, in_forward
 from test_dsa_backend import EXTENDS, PAIRS, close
 
 pytest.importorskip("sglang")
-pytest.importorskip("flash_mla")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

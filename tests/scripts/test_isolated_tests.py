@@ -1,7 +1,6 @@
 """Tests that hang, crash or break CUDA, run by scripts.kit.isolated_tests with real pytest processes."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import textwrap
 import time
 
 import pytest
+from live_processes import alive
 
 from scripts.kit.environment import on_path
 from scripts.kit.isolated_tests import breadth_first, in_order
@@ -200,9 +200,7 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
     counts = {one.metric: one.value for one in isolated_tests(out)}
     assert counts["tests not run"] == 2
     for _ in range(100):
-        try:
-            os.kill(int(pid.read_text()), 0)
-        except ProcessLookupError:
+        if not alive(int(pid.read_text())):
             return
         time.sleep(0.05)
     pytest.fail("the worker lives on")

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from live_processes import alive
 
 from sgl_kvpool.commands import doctor
 from sgl_kvpool.commands.doctor import compiled_code, probes
@@ -218,8 +219,7 @@ def test_a_child_that_hangs_is_ended_and_the_report_goes_on(monkeypatch, tmp_pat
     findings = doctor.examine()
     assert list(findings) == PROBES
     assert "TimeoutExpired" in findings["gpu"].problems[0]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    assert not alive(int(pid.read_text()))
 
 
 #: A pynvml whose initialisation fails with error STATE unless that is 0, and a torch that sees no GPU.
@@ -361,8 +361,7 @@ def test_a_terminated_doctor_leaves_no_child(tmp_path):
         time.sleep(0.1)
     process.terminate()
     assert process.wait(timeout=30) == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    assert not alive(int(pid.read_text()))
 
 
 def test_text_report():

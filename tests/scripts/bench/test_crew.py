@@ -1,12 +1,12 @@
 """Worker processes whose jobs hang, crash, or leave the worker unusable; all of them real processes."""
 
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from live_processes import alive
 
 from scripts.kit.workers import run_jobs
 
@@ -118,21 +118,14 @@ run_jobs([sys.executable, {str(tmp_path / "worker.py")!r}], jobs, ended=print)
 """
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     worker = int(program.stdout.readline())
-    os.kill(worker, 0)
+    assert alive(worker)
     program.kill()
     program.communicate()
     for _ in range(100):
-        if not _lives(worker):
+        if not alive(worker):
             break
         time.sleep(0.05)
-    assert not _lives(worker)
-
-
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not alive(worker)
 
 
 def test_a_broken_cuda_context_is_noticed(monkeypatch):
