@@ -15,14 +15,14 @@ from sgl_kvpool import __version__, env
 from sgl_kvpool.commands import reference, warmup
 from sgl_kvpool.commands.plan import command as plan
 from sgl_kvpool.commands.waiting import progress
-from sgl_kvpool.demo import model
+from sgl_kvpool.demo import evaluate, model
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import environment_problems
 
 __all__ = ["main"]
 
 #: Commands that check the KVPOOL_ variables as a server does, before they start.
-_LIKE_A_SERVER = ("demo", "plan", "warmup")
+_LIKE_A_SERVER = ("demo", "evaluate", "plan", "warmup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--port", type=_port, metavar="N", help="port in the commands of --print-command (30000)"
     )
     demo.set_defaults(run=_demo)
+
+    evaluated = commands.add_parser(
+        "evaluate", help="serve your checkpoint once per layout and compare accuracy on your text"
+    )
+    evaluated.add_argument(
+        "--layouts",
+        type=_layout_list,
+        metavar="NAME[,NAME...]",
+        help="which layouts (all); bf16 is the reference",
+    )
+    evaluate.add_arguments(evaluated)
+    evaluated.set_defaults(run=_evaluate)
 
     planned = commands.add_parser(
         "plan", help="print the tokens and requests that fit on a GPU per layout, and the command for each"
@@ -257,6 +269,11 @@ def _demo_cluster(arguments: argparse.Namespace) -> int:
         )
     _leave_in_order()
     return compare.compare_clusters(arguments.layouts or compare.LAYOUTS, arguments.out)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    _leave_in_order()
+    return evaluate.run(arguments)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,8 @@
-"""Requests to a running server: log-probabilities, hits on device and host, throughput, a hidden number."""
+"""Requests to a running server: log-probabilities, hits on device and host, throughput."""
 
 from __future__ import annotations
 
 import math
-import random
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,8 +17,6 @@ __all__ = [
     "Hits",
     "Scored",
     "full_hit",
-    "passkey_prompt",
-    "passkey_share",
     "prompt_fields",
     "score",
     "throughput",
@@ -193,34 +189,3 @@ def throughput(server: Server, rounds: Sequence[Sequence[list[int]]], new_tokens
             count = sum(threads.map(answer, prompts))
             rates.append(count / (time.perf_counter() - began))
     return max(rates[1:])
-
-
-# ------------------------------------------------------- a number hidden in a long text
-
-_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-_QUESTION = "What is the pass key? The pass key is"
-
-
-def passkey_prompt(characters: int, depth: float, seed: int) -> tuple[str, str]:
-    """A text of about `characters` characters with a number hidden at a depth from 0 to 1, and the number."""
-    key = str(random.Random(seed).randrange(10_000, 100_000))
-    lines = [_FILLER] * max(2, characters // len(_FILLER))
-    lines.insert(round(depth * len(lines)), f"The pass key is {key}. Remember it. {key} is the pass key.\n")
-    head = "There is a pass key hidden in a lot of irrelevant text. Find it and memorize it.\n"
-    return head + "".join(lines) + _QUESTION, key
-
-
-def found_passkey(text: str, key: str) -> bool:
-    """Whether the first number of an answer is the key."""
-    number = re.search(r"\d+", text)
-    return number is not None and number.group() == key
-
-
-def passkey_share(server: Server, characters: int, depths: Sequence[float]) -> float:
-    """Share of found numbers, hidden at several depths of a text of `characters` characters."""
-    hits = []
-    for number, depth in enumerate(depths):
-        text, key = passkey_prompt(characters, depth, seed=characters + number)
-        sampling = {"temperature": 0, "max_new_tokens": 12}
-        hits.append(found_passkey(server.generate(text=text, sampling_params=sampling)["text"], key))
-    return statistics.fmean(hits)

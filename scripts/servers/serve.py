@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -23,8 +24,9 @@ from pathlib import Path
 from scripts.kit.records import Measurement, write_measurements
 from scripts.servers.evals import gsm8k
 from scripts.servers.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE, SCORES
-from scripts.servers.questions import passkey_share, score, throughput, wait_for_hits
+from scripts.servers.questions import score, throughput, wait_for_hits
 from scripts.servers.request import PARTS, Answers, Request
+from sgl_kvpool.demo.measure import find_passkeys
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -183,7 +185,7 @@ class Asked:
 
     def retrieval(self, server: Server) -> None:
         for length in self.request.retrieval_characters:
-            share = passkey_share(server, length, _DEPTHS)
+            share = statistics.fmean(find_passkeys(server, length, _DEPTHS))
             self.scored_share(f"pass key in {length} characters", share, "retrieval")
 
     def scored_share(self, metric: str, share: float, limit: str) -> None:

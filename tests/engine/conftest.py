@@ -34,6 +34,8 @@ from tiny_model import NEW_TOKENS, PROMPTS
 from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.mooncake_libraries import library_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port, serve_command
+from sgl_kvpool.demo.shipped import held_out_windows
+from sgl_kvpool.demo.shipped import model_path as shipped_model_path
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 
 HERE = Path(__file__).resolve().parent
@@ -234,6 +236,39 @@ def demo(model_path, folder):
     }
 
 
+def evaluated(model_path, folder):
+    """`evaluate` with two layouts, and again with a third whose rows are decoded wrongly on purpose."""
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_text("".join(window.text for window in held_out_windows()[:3]))
+    env = {**os.environ, **clean_environment()}
+    env.pop("TRITON_INTERPRET", None)
+    arguments = cpu_arguments(shipped_model_path(), 1)
+    del arguments[arguments.index("--port") :][:2], arguments[:2]
+    command = [sys.executable, "-m", "sgl_kvpool", "evaluate", "--model", shipped_model_path()]
+    command += ["--text", text, "--windows", "5", "--window-tokens", "512", "--hidden-tokens", "1000"]
+    printed = []
+    for layouts, models in (("bf16,fp4", "sgl_kvpool.demo.models"), ("bf16,fp4_fp8_rope", "damaged_models")):
+        more = {
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": models,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        }
+        done = subprocess.run(
+            [*command, "--layouts", layouts, "--out", folder / "results", "--", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=900,
+            env={**env, **more},
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        printed.append(done.stdout)
+    return {
+        "printed": printed,
+        "files": sorted(path.name for path in (folder / "results").iterdir()),
+        **json.loads((folder / "results" / "evaluate.json").read_text()),
+    }
+
+
 #: The demo with its small model and one layout.
 BYTES_DEMO = (sys.executable, "-m", "sgl_kvpool", "demo", "--model", "bytes", "--layouts", "fp4")
 
@@ -309,6 +344,7 @@ def pytest_collection_finish(session):
 JOBS = {
     "demo": demo,
     "engines": engines,
+    "evaluated": evaluated,
     "killed": killed,
     "printed": printed,
     "refused": refused,
@@ -327,7 +363,7 @@ JOBS = {
 
 #: Jobs with models of their own. A test of any other job has the tiny model trained first.
 OWN_MODELS = {
-    *("demo", "killed", "printed", "regression", "smollm2"),
+    *("demo", "evaluated", "killed", "printed", "regression", "smollm2"),
     *cluster_servers.JOBS,
     *hybrid_servers.JOBS,
     *peer_servers.JOBS,

@@ -120,3 +120,27 @@ def test_print_command_starts_the_server(record):
     assert found["info"]["model_path"] == str(model_path())
     assert found["info"]["max_total_num_tokens"] == 22656
     assert len(found["answer"]["output_ids"]) == 3
+
+
+@pytest.mark.engine("evaluated")
+def test_evaluation_of_a_checkpoint(record):
+    found = record("evaluated")
+    first, second = found["printed"]
+    names = ["bf16", "fp4", "fp4_fp8_rope"]
+    logs = [f"server-{name}.log" for name in names] + [f"scores-{name}.json.gz" for name in names]
+    assert found["files"] == sorted(["evaluate.json", "evaluate.png", *logs])
+    assert re.search(r"^2 servers of about \d+ minutes each", first, re.MULTILINE)
+    assert second.startswith("bf16: taken from ")
+    results = {result["layout"]: result for result in found["results"]}
+    assert list(results) == names
+    assert results["bf16"]["difference"] is None
+    good, damaged = (results[name]["difference"] for name in names[1:])
+    assert 0 < good["divergence"] < 0.01
+    assert abs(good["perplexity_change"]) < 0.01
+    assert good["same_top_token"] > 0.95
+    # A layout that is made worse on purpose is noticed by every measure.
+    assert damaged["divergence"] > 10 * good["divergence"]
+    assert damaged["perplexity_change"] > 0.1
+    assert damaged["same_top_token"] < 0.9
+    assert all(len(result["hidden"]) == 5 for result in found["results"])
+    assert "hidden numbers" in second

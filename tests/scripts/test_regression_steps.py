@@ -17,11 +17,12 @@ from scripts.kit.runner import in_words
 from scripts.servers.durations import in_all, with_durations
 from scripts.servers.limits import LIMITS, SCORES
 from scripts.servers.parsers import lines
-from scripts.servers.questions import Hits, found_passkey, full_hit, passkey_prompt
+from scripts.servers.questions import Hits, full_hit
 from scripts.servers.request import PARTS, Request
 from scripts.servers.serve import Asked
 from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
 from scripts.servers.steps import Options, all_steps, choose
+from sgl_kvpool.demo.measure import found_passkey, passkey_prompt
 
 EVERYTHING = Machine(
     gpus=("NVIDIA H100 80GB HBM3",) * 2, modules=frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True

@@ -1,0 +1,341 @@
+"""`sgl-kvpool evaluate`: the user's checkpoint is served once per layout, and one table compares the results.
+
+The comparison is the demo's, with a text and server arguments of the user's; a number is hidden in a long
+text besides, because narrow rows fail there first, and no perplexity shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import time
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.demo import report, smollm2
+from sgl_kvpool.demo.compare import measured_on
+from sgl_kvpool.demo.forks import Forks
+from sgl_kvpool.demo.measure import FILLER, Difference, Scores, compare_scores, find_passkeys, score
+from sgl_kvpool.demo.server import Server, ServerFailed, free_port
+from sgl_kvpool.demo.turns import dots, import_once, in_turn
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = ["add_arguments", "run"]
+
+#: Server arguments that this command sets itself, or that its requests lack.
+_OURS = ("--model-path", "--model", "--port", "--kv-cache-layout", "--api-key")
+#: Depths at which a number is hidden; the default length of the text is the longest that fits, up to a limit.
+_DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
+_MOST_HIDDEN_TOKENS = 131072
+#: Tokens that a pool or a context has besides such a text: its frame, the answer, and a page.
+_BESIDES_TOKENS = 256
+#: Assumed for the estimate before the first server: reading weights, SGLang's start, prefill on CPU and GPU.
+_WEIGHTS_GIB_PER_S, _START_S, _CPU_TOKENS_PER_S, _GPU_TOKENS_PER_S = 1.0, 60.0, 250.0, 5000.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of `sgl-kvpool evaluate` but --layouts."""
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="a checkpoint's folder, or owner/name on Hugging Face"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=smollm2.ENGLISH,
+        metavar="FILE",
+        help="UTF-8 text that is scored: of your users' kind (prose of Python's documentation)",
+    )
+    parser.add_argument(
+        "--windows", type=int, default=64, metavar="N", help="windows of the text, 2 at least (64 at most)"
+    )
+    parser.add_argument(
+        "--window-tokens", type=int, default=1024, metavar="N", help="tokens of a window (1024)"
+    )
+    parser.add_argument(
+        "--hidden-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of the texts in which a number is hidden; 0 for none (as many as context and pool "
+        f"allow, {_MOST_HIDDEN_TOKENS} at most)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evaluate-results"),
+        metavar="FOLDER",
+        help="folder for evaluate.json, evaluate.png and the servers' logs; the same command continues a run "
+        "that was stopped (evaluate-results)",
+    )
+    parser.add_argument(
+        "server_arguments",
+        nargs="*",
+        metavar="-- ARGUMENT",
+        help="after --: further arguments of sglang serve, for every layout",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """What is served and asked, the same for every layout.
+
+    Attributes
+    ----------
+    prefix_tokens : int
+        Tokens of a window that are a request of their own: sparse attention attends a prompt's first chunk as
+        computed, and stored rows only behind it.
+    """
+
+    model: str
+    rank: int
+    rope: int
+    prefix_tokens: int
+    text: str
+    windows: int
+    window_tokens: int
+    hidden_tokens: int | None
+    arguments: tuple[str, ...]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What a run must have in common with an earlier one whose results it takes over."""
+        fields = dataclasses.asdict(self)
+        return {
+            **fields,
+            "arguments": list(self.arguments),
+            "text": hashlib.sha256(self.text.encode()).hexdigest(),
+        }
+
+    def server(self, layout: MLAKVCacheLayout, log: Path) -> Server:
+        arguments = [
+            "--model-path",
+            self.model,
+            "--port",
+            str(free_port()),
+            "--kv-cache-layout",
+            layout.value,
+        ]
+        # The user's classes, if any, and not the demo's.
+        environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", "")}
+        if not self.prefix_tokens:
+            environment[env.PREFILL_READS_ROWS] = "1"
+        return Server([*arguments, *self.arguments], log, environment, wait_seconds=3600)
+
+    def windows_of(self, server: Server) -> list[list[int]]:
+        """The text in windows, each after the tokens with which every text of the tokenizer begins.
+
+        Raises
+        ------
+        ValueError
+            If the text has fewer than two windows: differences of one have no standard error.
+        """
+        before, ids = server.token_ids(""), server.token_ids(self.text)
+        ids, step = ids[len(before) :], self.window_tokens - len(before)
+        found = [before + ids[n * step : (n + 1) * step] for n in range(min(self.windows, len(ids) // step))]
+        if len(found) < 2:
+            raise ValueError(
+                f"--text has {len(ids)} tokens, and two windows of {self.window_tokens} are needed; give "
+                "more text or fewer --window-tokens"
+            )
+        return found
+
+    def hidden_characters(self, server: Server, info: dict[str, Any]) -> int:
+        """Characters of the texts in which numbers are hidden, by this tokenizer; 0 for none."""
+        tokens = self.hidden_tokens
+        fitting = min(server.context_tokens(), info["max_total_num_tokens"]) - _BESIDES_TOKENS
+        if tokens is None:
+            tokens = min(fitting, _MOST_HIDDEN_TOKENS)
+        elif tokens > fitting:
+            raise ValueError(f"--hidden-tokens {tokens}: context and pool of this server allow {fitting}")
+        lines = 100
+        return tokens * lines * len(FILLER) // len(server.token_ids(FILLER * lines))
+
+
+class _Evaluation:
+    """Results of a run, in a folder; a later run with the same facts continues it."""
+
+    def __init__(self, subject: _Subject, folder: Path):
+        self.subject, self.folder = subject, folder
+        self.results: dict[str, report.Result] = {}
+        self.windows: list[list[int]] = []
+        self.characters = 0
+        self._json = folder / "evaluate.json"
+        if self._json.exists():
+            earlier = json.loads(self._json.read_text("utf-8"))
+            if earlier["evaluated"] != subject.facts:
+                differ = [
+                    name for name, value in subject.facts.items() if earlier["evaluated"].get(name) != value
+                ]
+                raise ValueError(
+                    f"{folder} has results of another {', '.join(differ)}; name another folder with --out"
+                )
+            self.characters = earlier["hidden_characters"]
+            self.results = {one["layout"]: _result(one) for one in earlier["results"]}
+
+    def scores_path(self, layout: str) -> Path:
+        return self.folder / f"scores-{layout}.json.gz"
+
+    def scores(self, layout: str) -> Scores:
+        with gzip.open(self.scores_path(layout), "rt", encoding="utf-8") as file:
+            return Scores(**json.load(file))
+
+    def ask(self, server: Server, layout: MLAKVCacheLayout, start_seconds: float) -> tuple[None, str]:
+        """Score the windows and look for hidden numbers; writes what was found."""
+        subject, info = self.subject, server.info()
+        if info["kv_cache_layout"] != layout.value:
+            raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+        self.windows = self.windows or subject.windows_of(server)
+        if not self.results:  # the first server decides for all
+            self.characters = subject.hidden_characters(server, info)
+        print("scoring ", end="", flush=True)
+        began = time.monotonic()
+        with dots():
+            scores = score(server, self.windows, subject.prefix_tokens)
+            scoring_seconds = time.monotonic() - began
+            hidden = find_passkeys(server, self.characters, _DEPTHS) if self.characters else None
+        with gzip.open(self.scores_path(layout.value), "wt", encoding="utf-8", compresslevel=1) as file:
+            json.dump(dataclasses.asdict(scores), file)
+        self.results[layout.value] = report.Result(
+            layout=layout.value,
+            row_bytes=layout.row_format(subject.rank, subject.rope).row_bytes,
+            pool_bytes=None,
+            tokens=info["max_total_num_tokens"],
+            attention_backend=info["attention_backend"],
+            start_seconds=round(start_seconds, 2),
+            scoring_seconds=round(scoring_seconds, 2),
+            perplexity=scores.perplexity,
+            difference=None,
+            greedy=[],
+            hidden=hidden,
+        )
+        self.write()
+        return None, f" {len(self.windows)} windows scored in {scoring_seconds:.0f} s"
+
+    def compare(self) -> list[report.Result]:
+        """Results in the layouts' order, with their differences to bf16 if it was served."""
+        bf16 = MLAKVCacheLayout.BF16.value
+        reference = self.scores(bf16) if bf16 in self.results else None
+        for name, result in self.results.items():
+            if reference is not None and name != bf16:
+                difference = compare_scores(self.scores(name), reference)
+                self.results[name] = dataclasses.replace(result, difference=difference)
+        return self.ordered
+
+    @property
+    def ordered(self) -> list[report.Result]:
+        return [self.results[name] for name in map(str, MLAKVCacheLayout) if name in self.results]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            **measured_on(),
+            "evaluated": self.subject.facts,
+            "hidden_characters": self.characters,
+            "token": "token",
+            "held_out_tokens_scored": self.subject.windows * (self.subject.window_tokens - 1),
+        }
+
+    def write(self) -> None:
+        report.write_json(self._json, self.ordered, self.facts)
+
+
+def _result(fields: dict[str, Any]) -> report.Result:
+    difference = fields["difference"] and Difference(**fields["difference"])
+    return report.Result(**{**fields, "difference": difference})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve, ask, print, write; returns 1 if a server failed.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid, or the folder has results of another run.
+    OSError
+        If the model or the text cannot be read, or the results cannot be written.
+    """
+    subject, weights_gib = _subject(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    evaluation = _Evaluation(subject, arguments.out)
+    # The reference comes first: it has the smallest pool, which every hidden number must fit.
+    layouts = sorted(arguments.layouts or MLAKVCacheLayout, key=lambda one: one is not MLAKVCacheLayout.BF16)
+    left = [layout for layout in layouts if layout.value not in evaluation.results]
+    for layout in (one for one in layouts if one not in left):
+        print(f"{layout}: taken from {arguments.out}")
+    on_cpu = ("--device", "cpu") in zip(subject.arguments, subject.arguments[1:], strict=False)
+    print(_estimate(subject, len(left), weights_gib, on_cpu), flush=True)
+    with ExitStack() as stack:
+        # A process that has initialized CUDA cannot be forked.
+        forks = import_once(stack.enter_context(Forks())) if on_cpu and left else None
+        _, failed = in_turn(
+            left,
+            lambda layout: subject.server(layout, arguments.out / f"server-{layout}.log"),
+            evaluation.ask,
+            forks,
+        )
+    if failed:
+        print("The same command goes on from here; --layouts leaves a layout out.")
+    if not evaluation.results:
+        return 1
+    results = evaluation.compare()
+    evaluation.write()
+    print(f"\n{report.table(results, 'token')}\n\nall numbers: {arguments.out / 'evaluate.json'}", flush=True)
+    plot = arguments.out / "evaluate.png"
+    try:
+        report.write_plot(plot, results, subject.model, evaluation.facts)
+    except ImportError as error:  # without a working matplotlib the numbers are still written
+        print(f"no plot: {error}; pip install matplotlib")
+    else:
+        print(f"plot:        {plot}")
+    return int(failed)
+
+
+def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None]:
+    """What is evaluated, and the size of its weights in GiB if they are here."""
+    for word in arguments.server_arguments:
+        if (name := word.partition("=")[0]) in _OURS:
+            raise ValueError(f"{name} is set by this command; leave it out after --")
+    if Path(arguments.model).is_file():
+        raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")
+    if arguments.windows < 2 or arguments.window_tokens < 128 or (arguments.hidden_tokens or 0) < 0:
+        raise ValueError("--windows is 2 at least, --window-tokens 128, and --hidden-tokens 0")
+    model = find_model(arguments.model)
+    with model.sglang_path() as path:
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+    config = {**config, **config.get("text_config", {})}
+    if "kv_lora_rank" not in config:
+        raise ValueError(
+            f"--model {arguments.model} is not an MLA model: its config.json has no kv_lora_rank"
+        )
+    subject = _Subject(
+        model=arguments.model,
+        rank=config["kv_lora_rank"],
+        rope=config["qk_rope_head_dim"],
+        prefix_tokens=arguments.window_tokens // 2 // 64 * 64 if "index_topk" in config else 0,
+        text=arguments.text.read_text("utf-8"),
+        windows=arguments.windows,
+        window_tokens=arguments.window_tokens,
+        hidden_tokens=arguments.hidden_tokens,
+        arguments=tuple(arguments.server_arguments),
+    )
+    return subject, model.weights_gib
+
+
+def _estimate(subject: _Subject, servers: int, weights_gib: float | None, on_cpu: bool) -> str:
+    """A line with the time that the servers will take, by rates that the line names."""
+    tokens_per_s = _CPU_TOKENS_PER_S if on_cpu else _GPU_TOKENS_PER_S
+    hidden = _MOST_HIDDEN_TOKENS if subject.hidden_tokens is None else subject.hidden_tokens
+    tokens = subject.windows * subject.window_tokens + len(_DEPTHS) * hidden
+    seconds = _START_S + (weights_gib or 0) / _WEIGHTS_GIB_PER_S + tokens / tokens_per_s
+    return (
+        f"{servers} servers of about {seconds / 60:.0f} minutes each, if weights are read with "
+        f"{_WEIGHTS_GIB_PER_S:g} GiB/s and {tokens_per_s:g} tokens are prefilled per second; the first "
+        "server tells better"
+    )
