@@ -165,7 +165,7 @@ class _Evaluation:
         self.subject, self.folder = subject, folder
         self.results: dict[str, report.Result] = {}
         self.windows: list[list[int]] = []
-        self.characters = 0
+        self.characters = self.scored_tokens = 0
         self._json = folder / "evaluate.json"
         if self._json.exists():
             earlier = json.loads(self._json.read_text("utf-8"))
@@ -177,6 +177,7 @@ class _Evaluation:
                     f"{folder} has results of another {', '.join(differ)}; name another folder with --out"
                 )
             self.characters = earlier["hidden_characters"]
+            self.scored_tokens = earlier["held_out_tokens_scored"]
             self.results = {one["layout"]: _result(one) for one in earlier["results"]}
 
     def scores_path(self, layout: str) -> Path:
@@ -200,6 +201,7 @@ class _Evaluation:
             scores = score(server, self.windows, subject.prefix_tokens)
             scoring_seconds = time.monotonic() - began
             hidden = find_passkeys(server, self.characters, _DEPTHS) if self.characters else None
+        self.scored_tokens = sum(map(len, scores.log_probabilities))
         with gzip.open(self.scores_path(layout.value), "wt", encoding="utf-8", compresslevel=1) as file:
             json.dump(dataclasses.asdict(scores), file)
         self.results[layout.value] = report.Result(
@@ -239,11 +241,13 @@ class _Evaluation:
             "evaluated": self.subject.facts,
             "hidden_characters": self.characters,
             "token": "token",
-            "held_out_tokens_scored": self.subject.windows * (self.subject.window_tokens - 1),
+            "held_out_tokens_scored": self.scored_tokens,
         }
 
     def write(self) -> None:
-        report.write_json(self._json, self.ordered, self.facts)
+        whole = self._json.with_suffix(".new")  # a run may be stopped while it writes
+        report.write_json(whole, self.ordered, self.facts)
+        whole.replace(self._json)
 
 
 def _result(fields: dict[str, Any]) -> report.Result:
@@ -261,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
     OSError
         If the model or the text cannot be read, or the results cannot be written.
     """
-    subject, weights_gib = _subject(arguments)
+    subject, weights_gib, context_tokens = _subject(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     evaluation = _Evaluation(subject, arguments.out)
     # The reference comes first: it has the smallest pool, which every hidden number must fit.
@@ -270,7 +274,7 @@ def run(arguments: argparse.Namespace) -> int:
     for layout in (one for one in layouts if one not in left):
         print(f"{layout}: taken from {arguments.out}")
     on_cpu = ("--device", "cpu") in zip(subject.arguments, subject.arguments[1:], strict=False)
-    print(_estimate(subject, len(left), weights_gib, on_cpu), flush=True)
+    print(_estimate(subject, len(left), weights_gib, context_tokens, on_cpu), flush=True)
     with ExitStack() as stack:
         # A process that has initialized CUDA cannot be forked.
         forks = import_once(stack.enter_context(Forks())) if on_cpu and left else None
@@ -297,8 +301,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None]:
-    """What is evaluated, and the size of its weights in GiB if they are here."""
+def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int]:
+    """What is evaluated, the size of its weights in GiB if they are here, and the model's context in tokens."""
     for word in arguments.server_arguments:
         if (name := word.partition("=")[0]) in _OURS:
             raise ValueError(f"{name} is set by this command; leave it out after --")
@@ -325,13 +329,17 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None]:
         hidden_tokens=arguments.hidden_tokens,
         arguments=tuple(arguments.server_arguments),
     )
-    return subject, model.weights_gib
+    return subject, model.weights_gib, config.get("max_position_embeddings", _MOST_HIDDEN_TOKENS)
 
 
-def _estimate(subject: _Subject, servers: int, weights_gib: float | None, on_cpu: bool) -> str:
+def _estimate(
+    subject: _Subject, servers: int, weights_gib: float | None, context_tokens: int, on_cpu: bool
+) -> str:
     """A line with the time that the servers will take, by rates that the line names."""
     tokens_per_s = _CPU_TOKENS_PER_S if on_cpu else _GPU_TOKENS_PER_S
-    hidden = _MOST_HIDDEN_TOKENS if subject.hidden_tokens is None else subject.hidden_tokens
+    hidden = subject.hidden_tokens
+    if hidden is None:
+        hidden = min(context_tokens, _MOST_HIDDEN_TOKENS)
     tokens = subject.windows * subject.window_tokens + len(_DEPTHS) * hidden
     seconds = _START_S + (weights_gib or 0) / _WEIGHTS_GIB_PER_S + tokens / tokens_per_s
     return (
