@@ -302,7 +302,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int]:
-    """What is evaluated, the size of its weights in GiB if they are here, and the model's context in tokens."""
+    """What is evaluated, the GiB of its weights if they are here, and the model's context in tokens."""
     for word in arguments.server_arguments:
         if (name := word.partition("=")[0]) in _OURS:
             raise ValueError(f"{name} is set by this command; leave it out after --")

@@ -6,7 +6,7 @@ from pathlib import Path
 from host_tier_servers import ARGUMENTS as HOST_TIER
 
 from sgl_kvpool.demo import smollm2
-from sgl_kvpool.demo.measure import answer
+from sgl_kvpool.demo.measure import answer, score
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +56,7 @@ def serve(model_path, folder):
             "info": server.info(),
             "whole": scored(server, first, 0),
             "device_hit": scored(server, first, PREFIX),
+            "behind_prefix": score(server, [first], PREFIX).log_probabilities[0],
             "answer": answer(server, QUESTION, 16),
             "others": [scored(server, ids, 0) for ids in others],
             "host_hit": scored(server, first, PREFIX),

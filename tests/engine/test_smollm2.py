@@ -69,6 +69,13 @@ def test_chunked_prefill_and_a_prefix_on_the_device(answers):
     assert (behind - log_probabilities(answers["whole"])[PREFIX:]).abs().max() < 0.05
 
 
+def test_scores_behind_a_prefix(answers):
+    """`evaluate` scores sparse attention so; the prefix is found on the device."""
+    again = torch.tensor(answers["behind_prefix"])
+    assert len(again) == WINDOW - PREFIX - 1
+    assert (again - log_probabilities(answers["device_hit"])).abs().max() < 0.05
+
+
 def test_an_answer_through_the_chat_template(answers):
     assert answers["answer"] == "The capital of France is Paris."
 
