@@ -293,7 +293,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\n{report.table(results, 'token')}\n\nall numbers: {arguments.out / 'evaluate.json'}", flush=True)
     plot = arguments.out / "evaluate.png"
     try:
-        report.write_plot(plot, results, subject.model, evaluation.facts)
+        report.write_plot(plot, results, Path(subject.model).name, evaluation.facts)
     except ImportError as error:  # without a working matplotlib the numbers are still written
         print(f"no plot: {error}; pip install matplotlib")
     else:

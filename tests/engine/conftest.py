@@ -243,8 +243,7 @@ def evaluated(model_path, folder):
     text.write_text("".join(window.text for window in held_out_windows()[:3]))
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
-    arguments = cpu_arguments(shipped_model_path(), 1)
-    del arguments[arguments.index("--port") :][:2], arguments[:2]
+    arguments = cpu_arguments(shipped_model_path(), 1)[4:]  # without model and port
     command = [sys.executable, "-m", "sgl_kvpool", "evaluate", "--model", shipped_model_path()]
     command += ["--text", text, "--windows", "5", "--window-tokens", "512", "--hidden-tokens", "1000"]
     printed = []
