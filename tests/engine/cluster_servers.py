@@ -208,6 +208,7 @@ def interrupted(number):
                 "servers that answer",
                 300,
             )
+            assert process.poll() is None, printed.read_text()
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(number)
             status = process.wait(timeout=120)
