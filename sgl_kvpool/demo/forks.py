@@ -207,6 +207,8 @@ def fork_children() -> None:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor != fds[-1] and _file(descriptor) == pipe:
                 os.close(descriptor)
+        # Held here, because `ensure_running` calls this: children that start processes would wait for ever.
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
         try:
             exec(arguments[-1])
         finally:

@@ -85,6 +85,29 @@ def test_children_of_multiprocessing_are_forked_with_the_modules_and_the_environ
     assert run(str(program), children_fork=False) == (0, "set False True\n5\n")
 
 
+def test_children_of_children(run, tmp_path):
+    """SGLang's controller of replicas is a child that starts schedulers, from a thread."""
+    (tmp_path / "family.py").write_text(
+        "import multiprocessing, sys, threading\n"
+        "def grandchild(): print('this' in sys.modules, flush=True)\n"
+        "def in_thread():\n"
+        "    process = multiprocessing.Process(target=grandchild)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "def child():\n"
+        "    thread = threading.Thread(target=in_thread)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('spawn', force=True)\n"
+        "    process = multiprocessing.Process(target=child)\n"
+        "    process.start()\n"
+        "    process.join(20)\n"
+        "    process.kill()\n"
+    )
+    assert run(str(tmp_path / "family.py"), children_fork=True) == (0, "True\n")
+
+
 def test_processes_run_at_once_and_are_killed_with_their_group(forks, tmp_path):
     code = "import time; time.sleep(600)"
     two = [forks.start([sys.executable, "-c", code], os.environ, tmp_path / str(n)) for n in range(2)]

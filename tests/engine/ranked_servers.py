@@ -152,6 +152,7 @@ def ask_with_more_faults(server, folder, answers):
 
 def update(server, folder, answers):
     """Load the weights once more, without a version: keys in the store change, on all ranks alike."""
+    server.get(FLUSH)  # waits until the last answer's batches have left all pipeline stages
     model = server.arguments[server.arguments.index("--model-path") + 1]
     answers["update"] = server.post("/update_weights_from_disk", model_path=model)
     answers["updated"] = [generate(server, PROMPTS[3])]
@@ -164,7 +165,6 @@ def update(server, folder, answers):
 def ask_with_faults_and_update(server, folder, answers):
     """`ask_with_faults`, then `update`."""
     ask_with_faults(server, folder, answers)
-    server.get(FLUSH)
     update(server, folder, answers)
 
 
