@@ -53,7 +53,7 @@ def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
     compiled = compile_decode.compile_decode(layout.value, tile.query_heads, tile=tile)
     sass, usage = compile_kernels.machine_code(compiled, "-hex")
     found = compile_decode.facts(compiled, sass, usage)
-    programs = _programs_per_sm(found["registers"], found["shared_bytes"], tile.warps)
+    programs = _programs_per_sm(found["registers"], found["shared_bytes"], compiled.metadata.num_warps)
     roles = [loop.instructions for loop in loop_costs.role_loops(sass)]
     loop = loop_costs.costs(roles, tile.block_rows, tile.warps, programs=programs)
     conflicts_clk = bank_conflict_clk(compiled, layout, tile)
@@ -94,7 +94,7 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
     # The remaining strides are those of tokens, lists and splits, whose size is 1.
     parameters = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     result = ptxrun.Module(compiled.asm["ptx"]).launch(
-        block=32 * tile.warps,
+        block=32 * compiled.metadata.num_warps,
         args=[arguments.get(name, 0) for name in parameters],
         dynamic_shared_bytes=compiled.metadata.shared,
         **dict.fromkeys(["races", "global_races", "uninit_regs", "uninit_shared", "timing"], 0),
@@ -110,11 +110,13 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
         name: round(tiles * value, 2) if name.endswith("_per_row") else value
         for name, value in tile_costs(layout, tile).items()
     }
+    groups = "3 x " if tile.kernel == "gluon_wide" else ""
+    size = f"{tile.query_heads} query heads, {tile.block_rows} rows, {groups}{tile.warps} warps"
     return {
         "layout": layout.value,
         "kernel": tile.kernel,
         "heads": heads,
-        "tiles": f"{tiles} x {tile.query_heads} query heads, {tile.block_rows} rows, {tile.warps} warps",
+        "tiles": f"{tiles} x {size}",
         **found,
         **rates(layout, found),
     }
@@ -158,7 +160,7 @@ def counted(layouts: list[MLAKVCacheLayout], heads: list[int]) -> list[dict[str,
 def limits_table(costs: list[dict[str, Any]]) -> str:
     """A line per layout and kernel that serves it: limit, and in brackets the expectation, on an H100."""
     cells = {}
-    for found in costs:  # if a layout has two kernels, Gluon's costs come second: servers use Gluon
+    for found in costs:  # if a layout has two kernels, Gluon's costs come second: servers use Gluon's
         kernel = found["kernel"] if found["kernel"] in flashmla_costs.NAMES else "`kvpool_mla`"
         limit = found["limit_g_rows_per_s"]["H100"]
         low, high = (f"{expected:.1f}" for expected in found["expected_g_rows_per_s"]["H100"])

@@ -97,7 +97,7 @@ class Loop:
     def is_loader(self) -> bool:
         """Whether it copies to shared memory and waits on an mbarrier, without products."""
         names = {instruction.name for instruction in self.instructions}
-        copies = names & {"LDGSTS", "UTMALDG"} or ("LDG" in names and names & {"STS", "STAS"})
+        copies = names & {"LDGSTS", "UTMALDG"} or ("LDG" in names and names & {"STS", "STSM", "STAS"})
         return bool(copies) and "SYNCS" in names and not self.products
 
 

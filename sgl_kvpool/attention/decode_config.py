@@ -32,6 +32,7 @@ __all__ = [
     "decode_kernel_of",
     "kernels_in_words",
     "partial_elements",
+    "rounds_values",
     "table",
     "tile_config",
     "tiles_of_both_kernels",
@@ -66,13 +67,14 @@ class TileConfig:
         Query heads of a program; n queries of h heads are n * h query heads.
     block_rows : int
         Rows read at a time: 64 for each warp group. A matrix instruction takes 64 rows: if two groups shared
-        64 rows, each would read all of them for the scores.
+        64 rows, each would read all of them for the scores. `gluon_wide` has query heads on that side.
     warps, stages : int
-        Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
+        Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged. `gluon_wide` adds
+        two warp groups to the one that is counted here.
     programs_per_sm : int
         Number of programs that fit an SM, by shared memory and registers.
     kernel : str
-        "triton" (`triton_decode`) or "gluon" (`gluon_decode`).
+        "triton" (`triton_decode`), "gluon" (`gluon_decode`) or "gluon_wide" (`gluon_wide`).
     register_parts : int
         For `gluon_decode`: parts of a row that take no shared memory, because they are loaded into registers
         when their block begins and are decoded last. 1 is the rope; each further part is 64 bytes of the
@@ -115,6 +117,9 @@ def _double(query_heads: int, kernel: str = "triton", register_parts: int = 0) -
     return TileConfig(query_heads, 64, 4, 1, 2, kernel, register_parts)
 
 
+#: The tile of `gluon_wide`: one program of three warp groups per SM.
+_WIDE = TileConfig(64, 64, 4, 1, 1, "gluon_wide")
+
 _E = SegmentEncoding
 
 #: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
@@ -133,15 +138,16 @@ check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
     "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
 )
-#: Tiles if `gluon_decode` can be used; `triton_decode` serves those that name no kernel. A block is also kept
-#: in shared memory as stored; the parts that do not fit there are register parts. 32 query heads of
-#: `fp8_block_scale` would need six and spill 240 bytes. FP4's rope is one with 32 query heads, which saves
-#: clocks of shared memory; with 16 it would spill.
+#: Tiles if Gluon's kernels can be used; `triton_decode` serves those that name no kernel. In `gluon_decode` a
+#: block is also kept in shared memory as stored; the parts that do not fit there are register parts. 32 query
+#: heads of `fp8_block_scale` would need six and spill 240 bytes: a half-filled tile of `gluon_wide` takes 44
+#: clocks per row, Triton's tile 48. FP4's rope is one with 32 query heads, which saves clocks of shared
+#: memory; with 16 it would spill.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: _TRITON_TABLE[_E.BF16],
-    _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3)),
-    _E.E4M3_IN_TILES: (_double(8, "gluon", 1), _single(16, "gluon", 2), _single(32)),
-    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon", 1)),
+    _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3), _WIDE),
+    _E.E4M3_IN_TILES: (_double(8, "gluon", 1), _single(16, "gluon", 2), _WIDE),
+    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon", 1), _WIDE),
 }
 check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
@@ -153,9 +159,9 @@ _TABLES = {"gluon": _TABLE, "triton": _TRITON_TABLE}
 MAX_PROGRAMS_PER_SM = max(
     tile.programs_per_sm for of in _TABLES.values() for tiles in of.values() for tile in tiles
 )
-#: Geometry of the rows that `gluon_decode` is written for.
-_GLUON_RANK, _GLUON_ROPE = 512, 64
-#: Major compute capability whose instructions it uses; LLVM ends the process that compiles it for another.
+#: kv_lora_rank of the rows that Gluon's kernels are written for.
+_GLUON_RANK = 512
+#: Major compute capability whose instructions they use; LLVM ends a process that compiles for another.
 _GLUON_MAJOR = 9
 
 
@@ -180,11 +186,10 @@ def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> Tile
 
 @cache
 def decode_kernel_of(fmt: RowFormat) -> str:
-    """The decode kernel for rows of a format, "gluon" or "triton". The only place that decides it.
+    """The table of tiles for rows of a format, "gluon" or "triton". The only place that decides it.
 
-    Gluon's table has Triton's tile for more than 16 query heads of `fp8_block_scale`.
     KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows or a Triton that do
-    not allow Gluon's kernel.
+    not allow Gluon's kernels.
     """
     requested = env.choice(env.DECODE_KERNEL)
     if requested == "triton":
@@ -193,6 +198,12 @@ def decode_kernel_of(fmt: RowFormat) -> str:
     if obstacle and requested == "gluon":
         raise Refusal(f"{env.DECODE_KERNEL}=gluon, but {obstacle}; unset it to use the Triton kernel")
     return "triton" if obstacle else "gluon"
+
+
+def rounds_values(fmt: RowFormat, query_heads: int) -> bool:
+    """Whether a CUDA kernel rounds decoded values to bfloat16: `gluon_wide` those with tile scales."""
+    tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
+    return tile == _WIDE and fmt.layout.latent is _E.E4M3_IN_TILES
 
 
 def kernels_in_words(fmt: RowFormat) -> str:
@@ -206,14 +217,11 @@ def kernels_in_words(fmt: RowFormat) -> str:
 
 
 def _gluon_obstacle(fmt: RowFormat) -> str | None:
-    """Reason why `gluon_decode` cannot be used; None if it can."""
-    if all(tile.kernel != "gluon" for tile in _TABLE[fmt.layout.latent]):
+    """Reason why Gluon's kernels cannot be used; None if they can."""
+    if _TABLE[fmt.layout.latent] == _TRITON_TABLE[fmt.layout.latent]:
         return f"rows of {fmt.layout} need no decoding, and the Gluon kernel has no tile for them"
-    if (fmt.kv_lora_rank, fmt.qk_rope_head_dim) != (_GLUON_RANK, _GLUON_ROPE):
-        return (
-            f"kv_lora_rank={fmt.kv_lora_rank} with qk_rope_head_dim={fmt.qk_rope_head_dim} is not the "
-            f"{_GLUON_RANK} with {_GLUON_ROPE} that the Gluon kernel is written for"
-        )
+    if fmt.kv_lora_rank != _GLUON_RANK:
+        return f"kv_lora_rank={fmt.kv_lora_rank} is not the {_GLUON_RANK} that Gluon's kernels read"
     import torch  # late: `sgl-kvpool doctor` reads the tables without it
 
     if torch.cuda.is_available():

@@ -16,7 +16,14 @@ from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
 from sgl_kvpool.memory.arrangement import PageStride
 
-__all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merge_constants"]
+__all__ = [
+    "MERGE_WARPS",
+    "decode_constants",
+    "decode_kernel_fn",
+    "gluon_constants",
+    "launch",
+    "merge_constants",
+]
 
 _LOG2_E = 1.4426950408889634
 #: Latent values per product; every `kv_lora_rank` is a multiple of it. Decoded rows without tile scales use
@@ -45,7 +52,7 @@ def decode_constants(
     else:
         chunk = loaded = _CHUNK_VALUES
     return {
-        **_of_both(config, heads, queries_per_list, page),
+        **_of_all(config, heads, queries_per_list, page),
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "CHUNK": chunk,
@@ -59,20 +66,19 @@ def decode_constants(
 def gluon_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: PageStride | None
 ) -> dict[str, Any]:
-    """Constexpr arguments of `gluon_decode_kernel` except ROW_STRIDE."""
-    row = codec_triton.geometry(fmt)
+    """Constexpr arguments of a Gluon kernel except ROW_STRIDE."""
+    row, tile = codec_triton.geometry(fmt), config.tile
     return {
-        **_of_both(config, heads, queries_per_list, page),
+        **_of_all(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
-        "REG_PARTS": config.tile.register_parts,
-        "WARPS": config.tile.warps,
+        **({"REG_PARTS": tile.register_parts, "WARPS": tile.warps} if tile.kernel == "gluon" else {}),
     }
 
 
-def _of_both(
+def _of_all(
     config: DecodeConfig, heads: int, queries_per_list: int, page: PageStride | None
 ) -> dict[str, Any]:
-    """Constexpr arguments that both decode kernels have."""
+    """Constexpr arguments that all decode kernels have."""
     page = page or PageStride(0, 0)
     return {
         "PAGE": page.page_size_tokens,
@@ -100,6 +106,19 @@ def merge_constants(
     }
 
 
+def decode_kernel_fn(name: str) -> Any:
+    """The decode kernel of a `TileConfig.kernel`; only Gluon's need a Triton with Gluon for Hopper."""
+    if name == "gluon":
+        from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel
+
+        return gluon_decode_kernel
+    if name == "gluon_wide":
+        from sgl_kvpool.attention.gluon_wide import gluon_wide_decode_kernel
+
+        return gluon_wide_decode_kernel
+    return decode_kernel
+
+
 def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -> None:
     """Compute `params.out` and `params.lse`; `partial` is float32, at least `partial_elements` long, and
     unused without splits.
@@ -122,13 +141,11 @@ def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -
         results_lse = partial[splits * query_heads * rank : splits * query_heads * (rank + 1)]
     # FP4's operands are scaled by 2**VALUE_SCALE_EXPONENT.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
-    if config.tile.kernel == "gluon":
-        from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel as kernel
-
-        constants = gluon_constants(fmt, config, heads, p.queries_per_list, p.page)
-    else:
-        kernel = decode_kernel
+    kernel = decode_kernel_fn(config.tile.kernel)
+    if kernel is decode_kernel:
         constants = {**decode_constants(fmt, config, heads, p.queries_per_list, p.page), "NATIVE": native}
+    else:
+        constants = gluon_constants(fmt, config, heads, p.queries_per_list, p.page)
     kernel[(p.lists * splits * config.tiles,)](
         p.q,
         p.q_rope,

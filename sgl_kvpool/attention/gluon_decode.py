@@ -50,13 +50,20 @@ from sgl_kvpool.attention.gluon_operands import (
 from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
-__all__ = ["gluon_decode_kernel"]
+__all__ = [
+    "LN_2",
+    "LOWEST",
+    "gluon_decode_kernel",
+    "heads_of_tile",
+    "load_queries",
+    "program_again",
+]
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the second name
-_LN_2 = gl.constexpr(0.6931471805599453)
+LN_2 = gl.constexpr(0.6931471805599453)
 #: Lower than any score, and finite, so that a block without rows for a query head needs no special case:
-#: exp2(-inf - _LOWEST) is 0, and exp2(_LOWEST - _LOWEST) is multiplied by the sums so far, which are 0 too.
-_LOWEST = gl.constexpr(-1e30)
+#: exp2(-inf - LOWEST) is 0, and exp2(LOWEST - LOWEST) is multiplied by the sums so far, which are 0 too.
+LOWEST = gl.constexpr(-1e30)
 #: Factor by which operands of FP4 latents are multiplied.
 _LATENT_FACTOR = gl.constexpr(2.0**VALUE_SCALE_EXPONENT)
 _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
@@ -72,7 +79,7 @@ def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _program_again():
+def program_again():
     """Re-reads `program_id(0)` after the loop, so that tile, split and group need no registers inside it.
 
     With int64 lists or several queries per list they would be spilled, 8 to 32 bytes.
@@ -81,7 +88,7 @@ def _program_again():
 
 
 @gluon.jit
-def _query_heads(
+def heads_of_tile(
     tile, group, HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, L: gl.constexpr
 ):
     """(query as int64, head, whether it exists) of the query heads of a tile, [BLOCK_H] in layout L."""
@@ -91,28 +98,29 @@ def _query_heads(
 
 
 @gluon.jit
-def _load_queries(
+def load_queries(
     tiles, rope_tile, q, q_rope, q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride,
     tile, group, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr, HEADS: gl.constexpr,
     QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Store queries in the operands' order, [BLOCK_H, 128] of every chunk, and their rope, [BLOCK_H, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L))
+    token, head, exists = heads_of_tile(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L))
     at = (q + token * q_token_stride + head * q_head_stride)[:, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
     for c in gl.static_range(R // 128):
         x = gl.load(at + (c * 128 + column), mask=exists[:, None], other=0.0)
         tiles[c].store(in_operand_order(x.to(gl.bfloat16), NOPE))
-    L2: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L2))
-    at = (q_rope + token * q_rope_token_stride + head * q_rope_head_stride)[:, None]
-    x = gl.load(at + gl.arange(0, 64, gl.SliceLayout(0, L2))[None, :], mask=exists[:, None], other=0.0)
-    if NOPE == "e2m1" and ROPE == "bf16":
-        # The scores of both parts are added up, so the rope's queries carry the latent's factor. An e4m3
-        # rope carries it itself (`_scores`).
-        x = x.to(gl.float32) * _LATENT_FACTOR
-    rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, REG_PARTS)))
+    if ROPE != "":
+        L2: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        token, head, exists = heads_of_tile(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L2))
+        at = (q_rope + token * q_rope_token_stride + head * q_rope_head_stride)[:, None]
+        x = gl.load(at + gl.arange(0, 64, gl.SliceLayout(0, L2))[None, :], mask=exists[:, None], other=0.0)
+        if NOPE == "e2m1" and ROPE == "bf16":
+            # The scores of both parts are added up, so the rope's queries carry the latent's factor. An e4m3
+            # rope carries it itself (`_scores`).
+            x = x.to(gl.float32) * _LATENT_FACTOR
+        rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, REG_PARTS)))
 
 
 @gluon.jit
@@ -157,7 +165,7 @@ def _scores(
                 s = warpgroup_mma_wait(0, deps=[s])
     if ROPE == "bf16" and REG_PARTS == 0:
         s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
-    else:
+    elif ROPE != "":
         if ROPE == "bf16":
             x = bf16_operand(parts[OF_ROPE], parts[OF_ROPE + 1], A, WARPS)
         else:
@@ -183,13 +191,13 @@ def _write(
     """Write a program's normalised results and lse; `at` and `lse_at` point to token 0, head 0."""
     PER_HEAD: gl.constexpr = gl.SliceLayout(0, scores_layout(BLOCK_H, WARPS))
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
-    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(0, OUT))
+    token, head, exists = heads_of_tile(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(0, OUT))
     heads_at = (at + token * token_stride + head * head_stride)[None, :]
     column = gl.arange(0, 128, gl.SliceLayout(1, OUT))[:, None]
     for c in gl.static_range(R // 128):
         x = gl.convert_layout(in_value_order(accumulators[c] * normal[None, :], NOPE), OUT)
         gl.store(heads_at + (c * 128 + column), x.to(at.dtype.element_ty), mask=exists[None, :])
-    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
+    token, head, exists = heads_of_tile(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
     gl.store(lse_at + token * lse_token_stride + head * lse_head_stride, lse, mask=exists)
 
 
@@ -246,19 +254,19 @@ def gluon_decode_kernel(
     _barrier()
     copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
     async_copy.commit_group()
-    _load_queries(
+    load_queries(
         queries, rope_queries, q_ptr, q_rope_ptr, q_token_stride, q_head_stride, q_rope_token_stride,
         q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, BLOCK_H, REG_PARTS, WARPS,
     )  # fmt: skip
     if QUERIES > 1:
         limits = gl.allocate_shared_memory(gl.int32, [BLOCK_H], numbers.layout)
-        token, _, _ = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
+        token, _, _ = heads_of_tile(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
         limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, bound), length))
 
     accumulators = ()
     for _ in gl.static_range(R // 128):
         accumulators = accumulators + (gl.zeros([128, BLOCK_H], gl.float32, S),)  # noqa: RUF005
-    top = gl.full([BLOCK_H], _LOWEST, gl.float32, PER_HEAD)  # largest score so far, in powers of two
+    top = gl.full([BLOCK_H], LOWEST, gl.float32, PER_HEAD)  # largest score so far, in powers of two
     # Sums of weights are kept per lane; lanes are added up at the end.
     total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, BLOCK_H], gl.float32, S)), 1)
     # If the copied rope itself is an operand, a fence in every block makes the copy visible to the product.
@@ -314,8 +322,8 @@ def gluon_decode_kernel(
     # A query head without rows has total 0: result 0, lse -inf. NaN stays NaN.
     total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), PER_HEAD)
     normal = value_scale / gl.where(total == 0, 1.0, total)
-    lse = gl.where(total == 0, float("-inf"), top + gl.log2(total)) * _LN_2
-    tile, split, group = place_of(_program_again(), splits, TILES, SPLIT)
+    lse = gl.where(total == 0, float("-inf"), top + gl.log2(total)) * LN_2
+    tile, split, group = place_of(program_again(), splits, TILES, SPLIT)
     if SPLIT and is_part:
         place = split.to(gl.int64) * query_heads
         _write(

@@ -19,21 +19,27 @@ from sgl_kvpool.attention.triton_lists import rows_of_entries
 
 __all__ = [
     "A_TILE",
+    "S_NUMBERS",
     "allocate_raw",
     "bf16_operand",
+    "block_scales_layout",
     "copied_words",
     "copy_rows",
     "decoded_e2m1",
     "decoded_e4m3",
     "decoded_e4m3_twice",
+    "e2m1_operand",
+    "e4m3_values",
     "in_operand_order",
     "in_value_order",
     "load_entries",
     "load_register_parts",
     "rope_order",
     "row_numbers",
+    "row_starts",
     "scores_layout",
     "tile_scales",
+    "words_layout",
     "words_of",
     "words_of_latent",
 ]
@@ -54,7 +60,7 @@ def scores_layout(BLOCK_H, WARPS):
 
 
 @gluon.constexpr_function
-def _words_layout(WARPS):
+def words_layout(WARPS):
     """16 words of a row: lane (g, c) has words 4 c to 4 c + 3 of rows g and g + 8."""
     warps = [[row, 0] for row in _bits(16, 16 * WARPS)]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
@@ -62,8 +68,8 @@ def _words_layout(WARPS):
 
 
 @gluon.constexpr_function
-def _block_scales_layout(WARPS):
-    """FP4's scales [rows, 8] of 16 words (`_words_layout`), each in the lane that has its two words."""
+def block_scales_layout(WARPS):
+    """FP4's scales [rows, 8] of 16 words (`words_layout`), each in the lane that has its two words."""
     warps = [[row, 0, 0] for row in _bits(16, 16 * WARPS)]
     lanes = [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     words = [[0, 0, 1], [0, 1, 0], [8, 0, 0]]
@@ -114,7 +120,7 @@ _S_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 #: 8 bytes of each of 8 rows, and rows g and g + 4 would otherwise use the same banks.
 _S_BLOCK_SCALES = gl.constexpr(gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
 _S_TILE_SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
-_S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 #: bfloat16 tiles that `wgmma` reads, lines of 128 bytes.
 A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -167,14 +173,14 @@ def allocate_raw(
     words = ()
     for _ in gl.static_range(copied_words(R, NOPE, REG_PARTS)):
         words = words + (gl.allocate_shared_memory(gl.int32, [BLOCK, 16], _S_WORDS),)  # noqa: RUF005
-    numbers = gl.allocate_shared_memory(gl.int32, [BLOCK], _S_NUMBERS)
+    numbers = gl.allocate_shared_memory(gl.int32, [BLOCK], S_NUMBERS)
     if SCALE == "ue5m3":
         scales = gl.allocate_shared_memory(gl.uint8, [BLOCK, R // 16], _S_BLOCK_SCALES)
     elif SCALE == "fp32":
         scales = gl.allocate_shared_memory(gl.float32, [BLOCK, R // 128], _S_TILE_SCALES)
     else:
         scales = numbers
-    if REG_PARTS > 0:
+    if REG_PARTS > 0 or ROPE == "":
         rope = numbers
     elif ROPE == "bf16":
         rope = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 64], A_TILE)
@@ -184,7 +190,7 @@ def allocate_raw(
 
 
 @gluon.jit
-def _starts(pool, numbers, ROW_STRIDE: gl.constexpr):
+def row_starts(pool, numbers, ROW_STRIDE: gl.constexpr):
     """Pointers to the rows of `numbers` [rows, 1], and a mask of the valid numbers."""
     live = numbers >= 0
     rows = pool + gl.maximum(numbers, 0).to(gl.int64) * ROW_STRIDE
@@ -203,7 +209,7 @@ def copy_rows(
     """
     words, scales, rope, numbers = raw
     WORDS: gl.constexpr = _copy_words_layout(WARPS)
-    rows, live = _starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
+    rows, live = row_starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
     column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
     at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
     for c in gl.static_range(copied_words(R, NOPE, REG_PARTS)):
@@ -215,11 +221,11 @@ def copy_rows(
         column = gl.arange(0, 64, gl.SliceLayout(0, HALVES))[None, :]
         at = (start.expand_dims(1) + ROPE_AT).to(gl.pointer_type(gl.bfloat16)) + column
         async_copy.async_copy_global_to_shared(rope, gl.multiple_of(at, [16, 16]), mask=is_row.expand_dims(1))
-    elif REG_PARTS == 0:
+    elif REG_PARTS == 0 and ROPE != "":
         async_copy.async_copy_global_to_shared(rope, at + ROPE_AT // 4, mask=live)
     if SCALE != "":
         SCALES: gl.constexpr = _copy_scales_layout(WARPS, SCALE)
-        rows, live = _starts(pool, numbers.load(gl.SliceLayout(1, SCALES)), ROW_STRIDE)
+        rows, live = row_starts(pool, numbers.load(gl.SliceLayout(1, SCALES)), ROW_STRIDE)
         start = (rows + SCALE_AT).to(gl.pointer_type(scales.dtype))
         column = gl.arange(0, scales.shape[1], gl.SliceLayout(0, SCALES))[None, :]
         async_copy.async_copy_global_to_shared(scales, gl.multiple_of(start + column, [16, 16]), mask=live)
@@ -237,8 +243,8 @@ def load_register_parts(
     """
     parts = ()
     if REG_PARTS > 0:
-        WORDS: gl.constexpr = _words_layout(WARPS)
-        rows, live = _starts(
+        WORDS: gl.constexpr = words_layout(WARPS)
+        rows, live = row_starts(
             pool, gl.convert_layout(numbers, gl.SliceLayout(1, WORDS), assert_trivial=True), ROW_STRIDE
         )
         column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
@@ -246,7 +252,7 @@ def load_register_parts(
         FIRST: gl.constexpr = copied_words(R, NOPE, REG_PARTS)
         for c in gl.static_range(REG_PARTS - 1):
             parts = parts + (gl.load(at + (FIRST + c) * 16, mask=live, other=0),)  # noqa: RUF005
-        for c in gl.static_range(2 if ROPE == "bf16" else 1):
+        for c in gl.static_range(2 if ROPE == "bf16" else 1 if ROPE != "" else 0):
             parts = parts + (gl.load(at + (ROPE_AT // 4 + c * 16), mask=live, other=0),)  # noqa: RUF005
     return parts
 
@@ -256,7 +262,7 @@ def load_register_parts(
 def words_of(words, parts, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr):
     """int32 [rows, 16], 64 bytes of every row, from shared memory or, for register parts, from registers."""
     if which < COPIED:
-        return words[which].load(_words_layout(WARPS))
+        return words[which].load(words_layout(WARPS))
     else:
         return parts[which - COPIED]
 
@@ -284,14 +290,16 @@ def _e2m1_pair(magnitudes, signs):
 
 
 @gluon.jit
-def _scaled(pair, both):
-    """(low, high) bfloat16 of int32 `pair` times those of `both`."""
+def _scaled(pair, both, dtype: gl.constexpr = gl.bfloat16):
+    """(low, high) bfloat16 of int32 `pair` times those of `both`, as bfloat16 or float32."""
     pair = gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=gl.int32, is_pure=True, pack=1
     )
-    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return low, high
+    if dtype == gl.float32:
+        low, high = pair << 16, pair & -0x10000
+    else:
+        low, high = pair.to(gl.int16), (pair >> 16).to(gl.int16)
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
 
 
 @gluon.jit
@@ -300,9 +308,15 @@ def decoded_e2m1(codes, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.
 
     As `triton_operands._fp4_operand`: e2m1 bits are the numbers times 2**-126, scales get a factor of 2**110.
     """
+    scale = scales.slice(8 * chunk, 8, dim=1).load(gl.SliceLayout(2, block_scales_layout(WARPS)))
+    return e2m1_operand(codes, scale, A, WARPS)
+
+
+@gluon.jit
+def e2m1_operand(codes, scale, A: gl.constexpr, WARPS: gl.constexpr):
+    """As `decoded_e2m1`, with the scales uint8 [rows, 8] of the chunk in registers."""
     BLOCK: gl.constexpr = 16 * WARPS
-    WORDS: gl.constexpr = _words_layout(WARPS)
-    scale = scales.slice(8 * chunk, 8, dim=1).load(gl.SliceLayout(2, _block_scales_layout(WARPS)))
+    WORDS: gl.constexpr = words_layout(WARPS)
     scale = (scale.to(gl.int16) << 7).to(gl.float16, bitcast=True).to(gl.float32) * (2.0**110)
     both = scale.to(gl.int32, bitcast=True)
     both = both | (both >> 16)
@@ -320,17 +334,17 @@ def decoded_e2m1(codes, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.
 
 
 @gluon.jit
-def _e4m3_values(codes, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
-    """int32 [rows, 16] -> bfloat16 [rows, 64], the values times 2**EXPONENT.
+def e4m3_values(codes, EXPONENT: gl.constexpr, WARPS: gl.constexpr, dtype: gl.constexpr = gl.bfloat16):
+    """int32 [rows, 16] -> bfloat16 or float32 [rows, 64], the values times 2**EXPONENT.
 
     Codes i and i + 2 of a word are decoded together. Moved to bfloat16's sign, exponent and mantissa, they
     are the numbers times 2**-120.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     BITS: gl.constexpr = (127 + 120 + EXPONENT) << 7  # 2**(120 + EXPONENT) as bfloat16
-    both = gl.full([BLOCK, 16], BITS | (BITS << 16), gl.int32, _words_layout(WARPS))
-    low0, high0 = _scaled(((codes << 4) & 0x07F007F0) | ((codes << 8) & -0x7FFF8000), both)
-    low1, high1 = _scaled(((codes >> 4) & 0x07F007F0) | (codes & -0x7FFF8000), both)
+    both = gl.full([BLOCK, 16], BITS | (BITS << 16), gl.int32, words_layout(WARPS))
+    low0, high0 = _scaled(((codes << 4) & 0x07F007F0) | ((codes << 8) & -0x7FFF8000), both, dtype)
+    low1, high1 = _scaled(((codes >> 4) & 0x07F007F0) | (codes & -0x7FFF8000), both, dtype)
     x = gl.join(gl.join(low0, high0), gl.join(low1, high1)).reshape([BLOCK, 4, 4, 2, 2])  # row, c, w, h, i1
     return x.permute([0, 2, 4, 1, 3]).reshape([BLOCK, 64])  # row; w, i1, c, h
 
@@ -338,13 +352,13 @@ def _e4m3_values(codes, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def decoded_e4m3(words, A: gl.constexpr, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
     """Words of 64 values -> operand bfloat16 [rows, 64], the values times 2**EXPONENT."""
-    return gl.convert_layout(_e4m3_values(words, EXPONENT, WARPS), A, assert_trivial=True)
+    return gl.convert_layout(e4m3_values(words, EXPONENT, WARPS), A, assert_trivial=True)
 
 
 @gluon.jit
 def decoded_e4m3_twice(words, more, A: gl.constexpr, WARPS: gl.constexpr):
     """Words of 64 values and of the next 64 -> operand bfloat16 [rows, 128]."""
-    x = gl.join(_e4m3_values(words, 0, WARPS), _e4m3_values(more, 0, WARPS))
+    x = gl.join(e4m3_values(words, 0, WARPS), e4m3_values(more, 0, WARPS))
     x = x.permute([0, 2, 1]).reshape([16 * WARPS, 128])
     return gl.convert_layout(x, A, assert_trivial=True)
 

@@ -28,9 +28,7 @@ def compile_decode(
 
     from sgl_kvpool import MLAKVCacheLayout
     from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, tile_config
-    from sgl_kvpool.attention.decode_launch import decode_constants, gluon_constants
-    from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel
-    from sgl_kvpool.attention.triton_decode import decode_kernel
+    from sgl_kvpool.attention.decode_launch import decode_constants, decode_kernel_fn, gluon_constants
     from sgl_kvpool.memory.arrangement import PageStride
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
@@ -38,10 +36,11 @@ def compile_decode(
     tile = TileConfig(*tile) if isinstance(tile, list) else tile
     config = DecodeConfig(tile, -(-heads * queries // tile.query_heads), splits, tile.min_blocks)
     key = fmt, config, heads, queries, PageStride(*page) if page else None
-    if tile.kernel == "gluon":
-        fn, source, constants = gluon_decode_kernel, GluonASTSource, dict(gluon_constants(*key))
+    fn = decode_kernel_fn(tile.kernel)
+    if tile.kernel == "triton":
+        source, constants = ASTSource, {**decode_constants(*key), "NATIVE": True}
     else:
-        fn, source, constants = decode_kernel, ASTSource, {**decode_constants(*key), "NATIVE": True}
+        source, constants = GluonASTSource, dict(gluon_constants(*key))
     constants |= {"ROW_STRIDE": fmt.row_bytes}
     # The launcher makes a stride of 1 and None constants.
     constants |= {"kv_indices_stride": 1, "lse_head_stride": 1}

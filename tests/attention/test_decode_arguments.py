@@ -195,10 +195,10 @@ def as_if(monkeypatch, interpreted):
         ("triton", "fp4", (512, 64), False, "triton"),
         (None, "bf16", (512, 64), False, "triton"),
         (None, "fp4", (256, 64), False, "triton"),
-        (None, "fp4", (512, 0), False, "triton"),
+        (None, "fp4", (512, 0), False, "gluon"),
         (None, "fp4", (512, 64), True, "triton"),
         ("gluon", "bf16", (512, 64), False, "rows of bf16 need no decoding"),
-        ("gluon", "fp4", (256, 64), False, "kv_lora_rank=256 with qk_rope_head_dim=64"),
+        ("gluon", "fp4", (256, 64), False, "kv_lora_rank=256 is not the 512"),
         ("gluon", "fp4", (512, 64), True, "TRITON_INTERPRET=1"),
         ("cuda", "fp4", (512, 64), False, "'cuda' is unknown; set it to auto or gluon or triton"),
     ],
@@ -234,15 +234,12 @@ def test_the_gluon_kernel_is_for_hopper_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "wish", "words"),
     [
-        ("fp4", "auto", "the gluon kernel"),
+        ("fp4", "auto", "the gluon kernel up to 32 query heads, the gluon_wide kernel above"),
         ("fp4", "triton", "the triton kernel"),
         ("bf16", "auto", "the triton kernel"),
-        (
-            "fp8_block_scale", "auto",
-            "the gluon kernel up to 16 query heads, the triton kernel above",
-        ),
+        ("fp8_block_scale", "auto", "the gluon kernel up to 16 query heads, the gluon_wide kernel above"),
     ],
-)  # fmt: skip
+)
 def test_the_log_names_the_kernels_of_the_tiles(monkeypatch, layout, wish, words):
     from sgl_kvpool.attention import decode_config as chosen
 
@@ -251,6 +248,17 @@ def test_the_log_names_the_kernels_of_the_tiles(monkeypatch, layout, wish, words
     monkeypatch.setattr(chosen, "decode_kernel_of", decode_kernel_of.__wrapped__)
     fmt = MLAKVCacheLayout(layout).row_format(512, 64)
     assert chosen.kernels_in_words(fmt) == words
+
+
+@pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
+def test_which_values_are_rounded(monkeypatch, layout):
+    from sgl_kvpool.attention import decode_config as chosen
+
+    as_if(monkeypatch, interpreted=False)
+    monkeypatch.setattr(chosen, "decode_kernel_of", decode_kernel_of.__wrapped__)
+    fmt = layout.row_format(512, 64)
+    found = [heads for heads in (1, 16, 17, 32, 64, 128) if chosen.rounds_values(fmt, heads)]
+    assert found == ([17, 32, 64, 128] if layout == "fp8_block_scale" else [])
 
 
 def test_an_unknown_kernel_is_found_at_start(monkeypatch):

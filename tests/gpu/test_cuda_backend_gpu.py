@@ -141,7 +141,10 @@ class Case:
             keys = keys.cpu()
             row_bytes = self.pool.row_format.row_bytes
             rows = oracle.encode(keys[:, 0, :RANK], keys[:, 0, RANK:], self.layout, RANK, ROPE, row_bytes)
-            values = oracle.decode(rows, self.layout, RANK, ROPE).astype(np.float64)
+            values = oracle.decode(rows, self.layout, RANK, ROPE)
+            if len(keys) - prefix > 1:  # to more than 16 query heads, and to FlashInfer, rows are bfloat16
+                values = torch.from_numpy(values).bfloat16().float().numpy()
+            values = values.astype(np.float64)
             if fresh_as_computed:
                 values[prefix:] = keys[prefix:, 0].double().numpy()
             q = self.q[start : start + len(keys) - prefix].float().cpu().numpy()

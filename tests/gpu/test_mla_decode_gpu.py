@@ -3,13 +3,15 @@
 import itertools
 
 import codec_oracle as oracle
+import decode_cases
 import pytest
 import torch
-from decode_cases import check, every_code, expected, make_case
+from decode_cases import as_read, every_code, expected, make_case
 from decode_oracle import mla_decode_oracle
 from engine_cases import quick
 
 from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
+from sgl_kvpool.attention.decode_config import decode_kernel_of, tile_config
 from sgl_kvpool.codec import encode_rows
 
 pytestmark = [
@@ -44,6 +46,12 @@ def run(case, **options):
     out = torch.full((tokens, heads, case.fmt.kv_lora_rank), float("nan"), dtype=case.q.dtype, device="cuda")
     lse = torch.full((tokens, heads), float("nan"), device="cuda")
     return mla_decode(*positional, **keywords, out=out, lse=lse, workspace=workspace_of(there), **options)
+
+
+def check(found, case):
+    query_heads = case.q.shape[1] * case.queries_per_list
+    tile = tile_config(case.fmt.layout, query_heads, decode_kernel_of(case.fmt))
+    decode_cases.check(found, as_read(case, tile))
 
 
 @pytest.mark.parametrize(

@@ -6,28 +6,31 @@
 import codec_oracle as oracle
 import pytest
 import torch
-from decode_cases import Case, check, every_code, make_case
+from decode_cases import Case, as_read, check, every_code, make_case
 from decode_interpreted import run
 
 from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config, tiles_of_both_kernels
 from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
 from sgl_kvpool.attention.triton_lists import merge_kernel
-from sgl_kvpool.layout import MLAKVCacheLayout
 
 TILES = tiles_of_both_kernels()
 #: For every layout and kernel, the tile for the fewest query heads.
-SMALLEST = [(layout, tile) for layout, tile in TILES if tile == tile_config(layout, 1, tile.kernel)]
-KERNELS = {"gluon": "gluon_decode_kernel", "triton": "decode_kernel"}
-#: Rank of each kernel's cases; Gluon's kernel reads no other rank than 512.
-RANKS = {"triton": 128, "gluon": 512}
+SMALLEST = list({(layout, tile.kernel): (layout, tile) for layout, tile in TILES[::-1]}.values())[::-1]
+KERNELS = {
+    "gluon": "gluon_decode_kernel",
+    "gluon_wide": "gluon_wide_decode_kernel",
+    "triton": "decode_kernel",
+}
+#: Rank of each kernel's cases; Gluon's kernels read no other rank than 512.
+RANKS = {"triton": 128, "gluon": 512, "gluon_wide": 512}
 #: (layout, kernel, rank): every layout with every kernel that serves it.
 LAYOUTS = [
     (layout, kernel, rank)
     for kernel, rank in RANKS.items()
     for layout in oracle.LAYOUTS
-    if tile_config(MLAKVCacheLayout(layout), 1, kernel).kernel == kernel
+    if any((layout, kernel) == (of, tile.kernel) for of, tile in TILES)
 ]
-OF_GLUON = [of for of in LAYOUTS if of[1] == "gluon"]
+OF_GLUON = [of for of in LAYOUTS if of[1] != "triton"]
 of_layouts = pytest.mark.parametrize(("layout", "kernel", "rank"), LAYOUTS)
 of_kernels = pytest.mark.parametrize(("kernel", "rank"), RANKS.items())
 #: Closer to the machine's arithmetic: truncated sums of products, approximate functions off by up to one ulp.
@@ -65,17 +68,17 @@ def with_strangers(case):
     return case
 
 
-def decode(case, splits=1, **arguments):
+def decode(case, splits=1, *, tile, **arguments):
     """Run and check; results have the queries' type, as `mla_decode` gives them."""
-    found = run(case, splits, out_dtype=case.q.dtype, **arguments)
-    check(found, case)
+    found = run(case, splits, out_dtype=case.q.dtype, tile=tile, **arguments)
+    check(found, as_read(case, tile))
     return found
 
 
 def tile_of(kernel, case):
     """A kernel's smallest tile that takes all query heads of a list, else its largest."""
     query_heads = case.q.shape[1] * case.queries_per_list
-    tiles = [tile for layout, tile in table(kernel) if layout == case.layout and tile.kernel == kernel]
+    tiles = [tile for layout, tile in TILES if layout == case.layout and tile.kernel == kernel]
     return next((tile for tile in tiles if query_heads <= tile.query_heads), tiles[-1])
 
 
@@ -107,7 +110,7 @@ def test_schedules_of_every_tile(runs, layout, tile, seed):
 def test_verification_in_every_tile(runs, layout, tile):
     """Two float16 queries per list that do not fill the tile; int64 slots of pages; lists out of order."""
     case = make_case(
-        layout.value, rank=512 if tile.kernel == "gluon" else 128, heads=tile.query_heads * 3 // 8,
+        layout.value, rank=RANKS[tile.kernel], heads=tile.query_heads * 3 // 8,
         counts=VERIFY, ids=torch.int64, arrangement="page_major", dtype=torch.float16,
     )  # fmt: skip
     case.q = case.q.bfloat16().half()  # the kernel rounds to bfloat16
@@ -116,19 +119,27 @@ def test_verification_in_every_tile(runs, layout, tile):
     decode(case, tile=tile)
 
 
-@pytest.mark.parametrize(("rank", "rope"), [(128, 0), (256, 64), (384, 64)])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_geometries(runs, layout, rank, rope):
-    decode(make_case(layout, rank=rank, rope=rope, heads=5, counts=COUNTS, seed=3), 3)
+@pytest.mark.parametrize(
+    ("layout", "kernel", "rank", "rope"),
+    [
+        *((*of, 0) for of in LAYOUTS),
+        *((layout, "triton", rank, 64) for layout in oracle.LAYOUTS for rank in (256, 384)),
+    ],
+)
+def test_geometries(runs, layout, kernel, rank, rope):
+    case = make_case(layout, rank=rank, rope=rope, heads=5, counts=COUNTS, seed=3)
+    decode(case, 3, tile=tile_of(kernel, case))
 
 
-# Batches that either kernel may get; Gluon's has one geometry.
+# Batches that each kernel may get; Gluon's have one geometry.
 
 
-@of_layouts
-@pytest.mark.parametrize("heads", [1, 12, 40])
+@pytest.mark.parametrize(
+    ("layout", "kernel", "rank", "heads"),
+    [(*of, heads) for of in LAYOUTS for heads in ((17, 72, 128) if of[1] == "gluon_wide" else (1, 12, 40))],
+)
 def test_heads(runs, layout, kernel, rank, heads):
-    """One query head in a tile, a tile that is not full, and several tiles of which the last is not."""
+    """A tile with few query heads, one that is not full, and several tiles of which the last is not."""
     case = make_case(layout, rank=rank, heads=heads, counts=((67,),), fill=0x7F)
     decode(case, tile=tile_of(kernel, case))
     assert runs.launched[0][0] == KERNELS[kernel]

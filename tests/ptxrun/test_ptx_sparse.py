@@ -14,7 +14,6 @@ from decode_cases import check, expected, make_case
 import sgl_kvpool
 from sgl_kvpool import codec
 from sgl_kvpool.attention import DecodeWorkspace
-from sgl_kvpool.attention.decode_config import tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
 
@@ -65,11 +64,10 @@ def test_every_triton_kernel_runs_here(runs):
     files = Path(sgl_kvpool.__file__).parent.rglob("*.py")
     found = {name for path in files for name in kernel.findall(path.read_text())}
     launched = set()
-    for kernel in test_ptx_decode.KERNELS:
+    tiles = {tile.kernel: tile for layout, tile in test_ptx_decode.SMALLEST if layout == "fp4"}
+    for tile in tiles.values():
         runs.launched.clear()
-        test_ptx_decode.test_every_tile(
-            runs, MLAKVCacheLayout.FP4, tile_config(MLAKVCacheLayout.FP4, 1, kernel)
-        )
+        test_ptx_decode.test_every_tile(runs, MLAKVCacheLayout.FP4, tile)
         launched |= {name for name, _ in runs.launched}
     test_ptx_codec.round_trip("fp4", test_ptx_codec.GEOMETRIES[0], test_ptx_codec.USUAL)
     launched |= {name for name, _ in runs.launched}

@@ -25,7 +25,7 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     """Bytes of workspace that decoding needs for a batch of any size.
 
     Each query has its own list, and lists are not split if there are more of them than a GPU runs programs at
-    a time. Therefore the workspace has a maximum (on an H100, 9 MB for 8 heads and at most 17 MB for more),
+    a time. Therefore the workspace has a maximum (on an H100, 9 MB for 8 heads and at most 35 MB for more),
     whatever the batch size and padding.
     """
     return workspace_bytes(fmt, heads, _MOST_QUERIES, top_k, sm_count=sm_count_of(torch.device(device)))

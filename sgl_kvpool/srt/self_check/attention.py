@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sgl_kvpool.attention.decode_config import rounds_values
 from sgl_kvpool.srt.self_check.pages import Difference, decoded, encoded
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class _Requests:
         fmt, k_scale = pool.row_format, pool.k_scale(layer_id)
         rows = encoded(self.keys.cpu(), fmt, k_scale)
         values = decoded(rows, fmt, k_scale, torch.float32).double()
+        if self.slots.is_cuda and rounds_values(fmt, self.q.shape[1]):
+            values = values.bfloat16().double()
         out = []
         for q, own in zip(self.q.cpu().double(), values.split(self.lengths), strict=True):
             weights = torch.softmax(scale * q @ own.T, dim=-1)
