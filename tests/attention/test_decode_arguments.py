@@ -96,6 +96,7 @@ def call(**changes):
         ({"out": torch.zeros(2, 3, 128)}, TypeError, "out is float32, expected bfloat16"),
         ({"out": torch.zeros(2, 3, 127).bfloat16()}, ValueError, "out has shape (2, 3, 127)"),
         ({"out": torch.zeros(2, 128, 3).bfloat16().mT}, ValueError, "out has stride 3"),
+        ({"kv_lens": torch.zeros(4, dtype=torch.int32)[::2]}, ValueError, "kv_lens has stride 2, expected 1"),
         ({"lse": torch.zeros(2, 3).bfloat16()}, TypeError, "lse is bfloat16, expected float32"),
         ({"lse": torch.zeros(3, 2)}, ValueError, "lse has shape (3, 2), expected (2, 3)"),
         ({"q": lambda c: c.q.to("meta")}, (ValueError, TypeError), "q"),
@@ -134,6 +135,13 @@ def test_limits_of_the_kernel():
         decode_checks.kernel_limits(torch.zeros(999, dtype=torch.uint8)[1:417].view(1, 416), FP4)
     with pytest.raises(ValueError, match="accumulators hold 512 values"):
         decode_checks.kernel_limits(pool, MLAKVCacheLayout.FP4.row_format(640, 64))
+
+
+def test_gpus_before_hopper_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    fmt = MLAKVCacheLayout.FP4.row_format(512, 64)
+    with pytest.raises(RuntimeError, match=r"has compute capability \(8, 0\), mla_decode needs \(9, 0\)"):
+        decode_checks.pool_on_cuda(torch.zeros(1, fmt.row_bytes, dtype=torch.uint8), fmt)
 
 
 def test_long_lists_on_a_cpu_are_read_in_chunks(monkeypatch):

@@ -229,3 +229,10 @@ def test_sums_are_trees_in_index_order():
     assert scalars.pairwise_sum(x) == 2.0**24  # (2^24 + 1) + (1 + 0), each rounded to even
     assert scalars.pairwise_sum(x[[3, 2, 1, 0]]) == 2.0**24
     assert scalars.pairwise_sum(x[[1, 2, 0, 3]]) == 2.0**24 + 2  # (1 + 1) + 2^24
+
+
+def test_rows_that_overlap_are_not_written():
+    fmt = row_format("fp4", 512, 64)
+    pool = torch.zeros(4 * fmt.row_bytes, dtype=torch.uint8).as_strided((3, fmt.row_bytes), (100, 1))
+    with pytest.raises(ValueError, match="pool has a row stride of 100 bytes, less than the 416 bytes"):
+        store_rows(pool, torch.tensor([1]), torch.zeros(1, 512), torch.zeros(1, 64), fmt)

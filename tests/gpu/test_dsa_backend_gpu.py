@@ -96,7 +96,7 @@ def test_extends_of_every_layout(layout, mode, prefixes):
     extend(layout, mode, prefixes)
 
 
-@pytest.mark.parametrize("layout", ["bf16", *oracle.OURS_ALONE])
+@pytest.mark.parametrize("layout", PAIRS)
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 def test_decode_of_every_layout(layout, mode):
     decode(layout, mode)

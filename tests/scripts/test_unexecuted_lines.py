@@ -20,7 +20,9 @@ def kernel(x):
 class A:
     def f(self, x):
         """Text."""
-        if x:
+        if (
+            x
+        ):
             return 1
         def g():
             pass
@@ -30,7 +32,17 @@ class A:
 
 
 def test_statements_of_functions_without_kernels_and_docstrings():
-    assert sorted(set(unexecuted_lines.statements(SOURCE))) == [13, 14, 15, 17, 18]
+    found = {(name, lines[0], lines[-1]) for name, lines in unexecuted_lines.statements(SOURCE)}
+    assert found == {("A.f", *lines) for lines in [(13, 15), (16, 16), (17, 17), (19, 19), (20, 20)]}
+
+
+def test_the_list_of_statements_names_statements_and_reasons():
+    """`unexecuted_lines.py FILE` says whether no test executes them."""
+    for text, reason in unexecuted_lines.reasons().items():
+        module = text.partition(" ")[0]
+        assert module in unexecuted_lines.CUDA
+        assert text in unexecuted_lines.unexecuted(module, set()).values()
+        assert len(reason) > 10, text
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="another program traces this process")
