@@ -46,7 +46,7 @@ _RESULTS += tuple(f"answers-{layout}.log" for layout in MLAKVCacheLayout)
 _UNFINISHED = "unfinished"
 
 #: Tokens of greedy text, and largest number of tokens of an answer.
-GREEDY_TOKENS, ANSWER_TOKENS = 48, 80
+GREEDY_TOKENS, ANSWER_TOKENS = 48, 240
 
 #: Time until the table, which determines the default number of windows; and time of a server besides its
 #: start and its windows.
