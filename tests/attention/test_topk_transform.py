@@ -246,15 +246,6 @@ def test_a_server_is_refused_if_one_of_its_modes_is(layout):
         assert refused(prefill, decode) == any(expected(*pair, mode) == REFUSED for mode in default), pair
 
 
-def test_the_default_modes_are_without_mixed_batches():
-    for layout, decode in (("bf16", "fa3"), ("fp8_block_scale", "flashmla_kv"), ("bf16", "kvpool_mla")):
-        check_combination(layout, "flashmla_sparse_q8", decode)
-        for mode in ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"):
-            with pytest.raises(UnsupportedCombination, match=mode):
-                check_combination(layout, "flashmla_sparse_q8", decode, ("EXTEND", "DECODE", mode))
-    check_combination("fp8_block_scale", "flashmla_sparse", "flashmla_kv", MODES)
-
-
 def test_the_table_needs_neither_torch_nor_sglang():
     code = (
         "import sys; from sgl_kvpool.attention import topk_transform as table\n"

@@ -1,12 +1,12 @@
 """Real SGLang pools of each kind, small and on the CPU, and their tensors listed by hand."""
 
-import dsa_pools
-import hybrid_pools
 import numpy as np
 import torch
 from codec_oracle import LAYOUTS
+from pools import device_pool, dsa_pool, hybrid_pool, state_pool
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "device": "cpu", "enable_memory_saver": False}
+SHARED = {"skip_topk_layers": [False, True, False]}
 
 
 def mha(page_size=4, size=12, heads=3, dim=8, v_dim=6, layers=2, **extra):
@@ -16,44 +16,26 @@ def mha(page_size=4, size=12, heads=3, dim=8, v_dim=6, layers=2, **extra):
     return MHATokenToKVPool(size, page_size, torch.bfloat16, heads, dim, layers, "cpu", False, **arguments)
 
 
-def mla(dtype=torch.bfloat16, page_size=4, size=12, kind="MLATokenToKVPool", layers=3):
-    from sglang.srt.mem_cache import memory_pool
-
-    pool = getattr(memory_pool, kind)
-    return pool(size=size, page_size=page_size, dtype=dtype, layer_num=layers, start_layer=5, **MLA)
+def mla(dtype=torch.bfloat16, **extra):
+    return device_pool("bf16", stock=True, dtype=dtype, **{"pages": 4, **extra})
 
 
-def ours(layout, arrangement, page_size=4, size=12, **extra):
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
+def mla_fp4():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPoolFP4
 
-    chosen = {name: extra.pop(name) for name in ("k_scales", "readers", "host_tier") if name in extra}
-    layout = MLAKVCacheLayout(layout)
-    shown = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[layout.sglang_kv_cache_dtype()]
-    return LayoutMLATokenToKVPool(
-        size=size, page_size=page_size, dtype=shown, layer_num=3, start_layer=5,
-        options=PoolOptions(layout, arrangement=arrangement, **chosen), **MLA, **extra,
-    )  # fmt: skip
+    return MLATokenToKVPoolFP4(size=12, page_size=4, dtype=torch.uint8, layer_num=3, start_layer=5, **MLA)
 
 
-def dsa(page_size=64, size=128, dtype=torch.float8_e4m3fn, row=656, **extra):
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+def ours(layout, arrangement="layer_major", **extra):
+    return device_pool(layout, arrangement, **{"pages": 4, **extra})
 
-    extra = {"skip_topk_layers": [False, True, False], **extra}
-    return DSATokenToKVPool(
-        size=size, page_size=page_size, dtype=dtype, layer_num=3, start_layer=2, index_head_dim=128,
-        kv_cache_dim=row, **MLA, **extra,
-    )  # fmt: skip
+
+def dsa(layout="fp8_block_scale", **extra):
+    return dsa_pool(layout, **{"stock": True, **SHARED, **extra})
 
 
 def ours_dsa(layout, **extra):
-    return dsa_pools.dsa_pool(layout, **{"skip_topk_layers": [False, True, False], **extra})
-
-
-def ours_hybrid(layout, **extra):
-    return hybrid_pools.hybrid_pool(
-        layout, full_attention_layer_ids=[1, 3, 5], mamba_pool=mamba(), page_size=4, **extra
-    )
+    return dsa(layout, stock=False, **extra)
 
 
 def swa(**extra):
@@ -65,25 +47,12 @@ def swa(**extra):
     )  # fmt: skip
 
 
-def mamba(layer_ids=(0, 2), slots=6):
-    from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, KimiLinearStateShape
-    from sglang.srt.mem_cache.memory_pool import MambaPool
-
-    shape = KimiLinearStateShape.create(tp_world_size=1, num_heads=2, head_dim=16)
-    params = KimiLinearCacheParams(shape=shape, layers=list(layer_ids))
-    return MambaPool(
-        size=slots, spec_state_size=0, cache_params=params, mamba_layer_ids=list(layer_ids), device="cpu"
-    )
+def mamba(layer_ids=(0, 2)):
+    return state_pool(layers=layer_ids)
 
 
-def hybrid(use_mla=True, **extra):
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
-    geometry = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if use_mla else {}
-    return HybridLinearKVPool(
-        size=12, dtype=torch.bfloat16, page_size=4, head_num=2, head_dim=8, device="cpu",
-        full_attention_layer_ids=[1, 3, 5], mamba_pool=mamba(), use_mla=use_mla, **geometry, **extra,
-    )  # fmt: skip
+def hybrid(layout="bf16", stock=True, **extra):
+    return hybrid_pool(layout, stock=stock, layers=[1, 3, 5], mamba_pool=mamba(), **extra)
 
 
 def leaf_tensors(pool):
@@ -124,14 +93,14 @@ POOLS = {
     "mla-bf16": mla,
     "draft": lambda: mla(layers=1),  # an MTP layer
     "mla-fp8": lambda: mla(torch.float8_e4m3fn),
-    "mla-fp4-split": lambda: mla(torch.uint8, kind="MLATokenToKVPoolFP4"),
-    **{f"ours-{name}": (lambda n=name: ours(n, "layer_major")) for name in LAYOUTS},
+    "mla-fp4-split": mla_fp4,
+    **{f"ours-{name}": (lambda n=name: ours(n)) for name in LAYOUTS},
     "dsa-656": dsa,
-    "dsa-bf16": lambda: dsa(dtype=torch.bfloat16, row=576),
+    "dsa-bf16": lambda: dsa("bf16"),
     **{f"ours-dsa-{name}": (lambda n=name: ours_dsa(n)) for name in LAYOUTS},
     "swa": swa,
     "hybrid-mla": hybrid,
-    **{f"hybrid-ours-{name}": (lambda n=name: ours_hybrid(n)) for name in LAYOUTS},
+    **{f"hybrid-ours-{name}": (lambda n=name: hybrid(n, stock=False)) for name in LAYOUTS},
     "hybrid-mha": lambda: hybrid(use_mla=False),
     "mamba": mamba,
 }  # fmt: skip

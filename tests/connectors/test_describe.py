@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from cases import crossed
 from codec_oracle import ROW_BYTES
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
@@ -75,11 +76,10 @@ def test_a5_a_page_moves_whole_and_alone(pool):
 # -------------------------------------------------------------------- our arranged pools
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "page_size"), crossed(LAYOUTS, [1, 2, 61, 64]))
 def test_arranged_pools_are_one_tensor_and_a_page_is_one_run(layout, arrangement, page_size):
-    pool = ours(layout, arrangement, page_size, size=page_size * 4)
+    pool = ours(layout, arrangement, page_size=page_size, pages=5)
     caches = describe(pool)
     (tensor,) = caches.tensors
     row = pool.row_format.row_bytes
@@ -252,7 +252,7 @@ def mha_pair(first, second):
         # Different rows; index keys in different layers.
         (lambda: [ours_dsa("fp8"), ours_dsa("bf16")], None),
         (lambda: [ours_dsa("fp4"), ours_dsa("fp4", skip_topk_layers=None)], None),
-        (lambda: [ours_dsa("fp8", options={"k_scales": {2: 0.5}}), ours_dsa("fp8")], None),
+        (lambda: [ours_dsa("fp8", k_scales={2: 0.5}), ours_dsa("fp8")], None),
     ],
 )
 def test_bytes_that_mean_something_else_do_not_move(make, page):

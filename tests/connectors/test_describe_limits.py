@@ -3,10 +3,12 @@
 C5, C7 and D4 are items of the vLLM checklist of tests/connectors.
 """
 
+import sys
 from functools import partial
 
 import pytest
 import torch
+from pools import ARRANGEMENTS
 from real_pools import MLA, dsa, hybrid, mha, mla, ours, swa
 
 from sgl_kvpool.connectors import describe
@@ -122,13 +124,7 @@ def test_a_hybrid_around_a_pool_of_two_kinds_is_refused():
 
 
 def test_pipeline_stages_without_layers():
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
-
-    none = {"size": 12, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 0, **MLA}
-    pools = [mla(layers=0)] + [
-        LayoutMLATokenToKVPool(**none, options=PoolOptions("fp4", arrangement=arrangement))
-        for arrangement in ("layer_major", "token_major", "page_major")
-    ]
+    pools = [mla(layers=0), *(ours("fp4", arrangement, layers=0) for arrangement in ARRANGEMENTS)]
     for pool in pools:
         caches = describe(pool)
         assert caches.tensors == ()
@@ -157,20 +153,15 @@ def test_compressed_index_keys_are_refused():
 @pytest.mark.slow
 def test_d4_the_same_answer_in_a_fresh_process_and_after_another_view(fresh):
     """D4: `describe` keeps no state between views."""
-    program = """
-import torch
+    program = f"""
+import sys
+sys.path[:] = {sys.path!r}
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 publish(ServerArgs(model_path="dummy", device="cpu"), role="scheduler", ranks=SpawnRanks(0, None, 0))
+from real_pools import ours
 from sgl_kvpool.connectors import describe
-from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
-def make(arrangement):
-    return LayoutMLATokenToKVPool(
-        size=12, page_size=4, dtype=torch.bfloat16, layer_num=3, start_layer=5,
-        options=PoolOptions("fp4", arrangement=arrangement),
-        kv_lora_rank=512, qk_rope_head_dim=64, device="cpu",
-        enable_memory_saver=False)
-caches = describe(make("token_major"))
+caches = describe(ours("fp4", "token_major"))
 print("@@@", [tuple(t.shape) for t in caches.tensors], caches.groups)
 """
     done = fresh.run(program)

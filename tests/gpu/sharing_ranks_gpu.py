@@ -33,7 +33,7 @@ def encoded(layout, tokens):
 
 def there_and_back(ranks, layout, host, device):
     """Two trips of all pages: whether they came back unchanged, whether alike both times, and a digest."""
-    from host_tier import device_pool
+    from pools import device_pool
 
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
     from sgl_kvpool.transfer.host_options import HostTierOptions

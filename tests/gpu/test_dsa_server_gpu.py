@@ -13,19 +13,25 @@ from pathlib import Path
 
 import pytest
 import random_deepseek
-import torch
 from codec_oracle import LAYOUTS, OURS_ALONE, by_latent
-from test_server_gpu import EAGER, GREEDY, LAYOUT, MARGIN, MTP, TOP, accepted, distance, partings, tokens
+from test_server_gpu import (
+    EAGER,
+    GREEDY,
+    LAYOUT,
+    MARGIN,
+    MTP,
+    SERVED,
+    TOP,
+    accepted,
+    answers_of,
+    distance,
+    partings,
+    tokens,
+)  # fmt: skip
 
 from sgl_kvpool.demo.server import Server, free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.server,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The first servers of a machine compile, and may take 1200 s to start.
-    pytest.mark.timeout(1800),
-]
+pytestmark = SERVED
 
 
 def installed(package, files="*"):
@@ -86,25 +92,16 @@ PROMPTS = [tokens(0, 48), SHARED, SHARED[:2304] + tokens(2, 304), tokens(3, 4000
 LONG, MANY = [tokens(seed, 2112) for seed in (5, 6, 7)], {**GREEDY, "max_new_tokens": 600}
 
 
+def skip_without_kernels(name):
+    if (RAW[1] in SERVERS[name][1] and not TILELANG) or (name == "fp4-dense" and not FA3):
+        pytest.skip("needs kernels of SGLang's that are not installed")
+    if "mtp" in name and not DEEP_GEMM:
+        pytest.skip("deep_gemm is not installed: SGLang's torch indexer refuses MTP (dsa/utils.py:402)")
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """`answers(name)`: what the server of that name said; it is started on first use."""
-    pytest.importorskip("sglang")
-    models, found, root = {}, {}, tmp_path_factory.mktemp("servers")
-
-    def get(name):
-        if (RAW[1] in SERVERS[name][1] and not TILELANG) or (name == "fp4-dense" and not FA3):
-            pytest.skip("needs kernels of SGLang's that are not installed")
-        if "mtp" in name and not DEEP_GEMM:
-            pytest.skip("deep_gemm is not installed: SGLang's torch indexer refuses MTP (dsa/utils.py:402)")
-        shape = SERVERS[name][0]
-        if shape not in models:
-            models[shape] = random_deepseek.write(root / shape, shape)
-        if name not in found:
-            found[name] = ask(name, models[shape], root / f"{name}.log")
-        return found[name]
-
-    return get
+    return answers_of(tmp_path_factory, SERVERS, random_deepseek.write, ask, skip_without_kernels)
 
 
 def ask(name, model, log):

@@ -8,7 +8,6 @@ their arguments on a CPU.
 
 import pytest
 import random_hybrid
-import torch
 from codec_oracle import by_latent
 from test_server_gpu import (
     EAGER,
@@ -18,23 +17,19 @@ from test_server_gpu import (
     LAYOUTS,
     MARGIN,
     MTP,
+    SERVED,
     TOP,
     accepted,
+    answers_of,
     distance,
     generated,
     partings,
     tokens,
-)
+)  # fmt: skip
 
 from sgl_kvpool.demo.server import Server, free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.server,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The first servers of a machine compile, and may take 1200 s to start.
-    pytest.mark.timeout(1800),
-]
+pytestmark = SERVED
 
 STOCK = ("--attention-backend", "triton")
 #: The device pool holds about two prompts, so that the third pushes the first one out. A state is backed up
@@ -100,19 +95,7 @@ def command(name, model, port=30000):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """`answers(name)`: what the server of that name said; it is started on first use."""
-    pytest.importorskip("sglang")
-    models, found, root = {}, {}, tmp_path_factory.mktemp("servers")
-
-    def get(name):
-        shape = SERVERS[name][0]
-        if shape not in models:
-            models[shape] = random_hybrid.write(root / shape, shape)
-        if name not in found:
-            found[name] = ask(name, models[shape], root / f"{name}.log")
-        return found[name]
-
-    return get
+    return answers_of(tmp_path_factory, SERVERS, random_hybrid.write, ask)
 
 
 def ask(name, model, log):

@@ -12,7 +12,8 @@ from codec_oracle import LAYOUTS, by_latent
 
 from sgl_kvpool.demo.server import Server, free_port
 
-pytestmark = [
+#: Marks of tests of servers.
+pytestmark = SERVED = [
     pytest.mark.gpu,
     pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -78,30 +79,35 @@ SHARED = tokens(1, 300)
 PROMPTS = [tokens(0, 5), SHARED, SHARED[:200] + tokens(2, 77), tokens(3, 900), tokens(4, 40)]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.DENSE}
+def answers_of(tmp_path_factory, servers, write, ask, check=lambda name: None):
+    """`answers(name)`: what the server of that name said; it is started on first use.
 
-
-@pytest.fixture(scope="module")
-def answers(models, tmp_path_factory):
-    """`answers(name)`: what the server of that name said; it is started on first use."""
+    `write` makes the checkpoint of a shape in a folder; `check` may skip a test before its server starts.
+    """
     pytest.importorskip("sglang")
-    found, root = {}, tmp_path_factory.mktemp("servers")
+    models, found, root = {}, {}, tmp_path_factory.mktemp("servers")
 
     def get(name):
+        check(name)
+        shape = servers[name][0]
+        if shape not in models:
+            models[shape] = write(root / shape, shape)
         if name not in found:
-            found[name] = ask(name, models, root / f"{name}.log")
+            found[name] = ask(name, models[shape], root / f"{name}.log")
         return found[name]
 
     return get
 
 
-def ask(name, models, log):
-    model, arguments = SERVERS[name]
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return answers_of(tmp_path_factory, SERVERS, random_deepseek.write, ask)
+
+
+def ask(name, model, log):
+    _, arguments = SERVERS[name]
     command = [
-        *("--model-path", str(models[model]), "--port", str(free_port()), "--skip-tokenizer-init"),
+        *("--model-path", str(model), "--port", str(free_port()), "--skip-tokenizer-init"),
         *("--context-length", "4096", "--mem-fraction-static", "0.3", "--chunked-prefill-size", "256"),
         *("--cuda-graph-max-bs-decode", "8", "--random-seed", "0"),
         *(() if "--max-total-tokens" in arguments else ("--max-total-tokens", "16384")),

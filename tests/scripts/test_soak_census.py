@@ -1,7 +1,8 @@
 """The census of `scripts.soak` over a host pool with free, used, leaked and lost pages."""
 
 import torch
-from host_tier import device_pool, host_pool
+from host_tier import host_pool
+from pools import device_pool
 
 from scripts.soak.in_server import census
 

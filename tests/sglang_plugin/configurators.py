@@ -52,3 +52,19 @@ def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3
         "memory_pool_config": None,
     }
     return KVCacheConfigurator(**{**values, **fields})
+
+
+def sizes_of(kvc):
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    return DefaultPoolConfigurator(kvc)
+
+
+def classes_of(kvc):
+    """The classes of all kinds that SGLang selects before it builds any pool, whatever the model is."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+
+    defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
+    return {
+        kind: kvc._resolve_kv_pool_class(kind=kind, default=default) for kind, default in defaults.items()
+    }

@@ -127,3 +127,41 @@ def arranged(resolve, checkpoints):
         return resolve(checkpoints["mla"], "--kv-cache-layout", layout, *named, *argv)
 
     return run
+
+
+@pytest.fixture
+def configured(published, resolve, monkeypatch):
+    """`configured(folder, layout, ...)`: SGLang's KVCacheConfigurator of a resolved server, with our hooks.
+
+    On "cuda" a Hopper GPU answers. `draft` is the ModelConfig of a draft, whose configurator it then is;
+    `fields` are those of the configurator.
+    """
+    import torch
+    from configurators import configurator
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+
+    from sgl_kvpool.sglang_plugin import hook_groups
+    from sgl_kvpool.srt.attention import decode_verify, sparse
+
+    # All hook groups of a scheduler at once, because the tests build one model after the other.
+    elsewhere = ("arguments", "model rules", "launcher", "commands")
+    hook_groups.apply(group for group in hook_groups.GROUPS if group.name not in elsewhere)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
+    for module in (decode_verify, sparse):
+        monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
+
+    def build(folder, layout, *argv, device="cpu", dtype=None, draft=None, **fields):
+        asked = ("--kv-cache-layout", layout) if layout else ()
+        args = resolve(folder, *asked, *argv, device=device)
+        get_parallel().clear_stamp()  # set for the previous server
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        dtype = dtype or (torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16)
+        config = draft or model_config_of(args)
+        return configurator(args, config, dtype, draft=draft is not None, **fields)
+
+    yield build
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from codec_oracle import ROW_BYTES
-from host_tier import LAYERS, device_pool
+from codec_oracle import LAYOUTS, ROW_BYTES
+from pools import LAYERS, device_pool
 
 from sgl_kvpool.demo.server import free_port
 
+#: Layouts of a prefill and of a decode server: each with itself, and with the next one.
+PAIRS = [(LAYOUTS[i], LAYOUTS[(i + n) % len(LAYOUTS)]) for n in (0, 1) for i in range(len(LAYOUTS))]
 #: The string of each layout, fixed byte for byte because servers of other releases read it.
 STRINGS = {
     **{name: f"bfloat16+kvpool:{name}-r512-p64-b{size}-v1" for name, size in ROW_BYTES.items()},

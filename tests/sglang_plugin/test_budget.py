@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from codec_oracle import ROW_BYTES
-from configurators import configurator as make_configurator
-from configurators import drafting
+from configurators import drafting, sizes_of
 
 LAYERS = 3
 #: 32768 decoded rows of 576 float32 values: the workspace of attention on a CPU.
@@ -14,26 +13,15 @@ WORKSPACE = 32768 * 576 * 4
 
 
 @pytest.fixture
-def configurator(published, resolve, checkpoints):
+def configurator(configured, checkpoints):
     """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, with our hooks."""
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-
-    # All hook groups of a scheduler at once, because the tests build one model after the other.
-    elsewhere = ("arguments", "model rules", "launcher", "commands")
-    hook_groups.apply(group for group in hook_groups.GROUPS if group.name not in elsewhere)
+    from sglang.srt.configs.model_config import ModelConfig
 
     def build(layout, *, backend=None, arrangement=None, model="mla3", draft=False, eagle=0):
         named = ["--attention-backend", backend] if backend else []
         named += ["--kv-cache-arrangement", arrangement] if arrangement else []
-        args = resolve(checkpoints[model], "--kv-cache-layout", layout, *named)
-        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-        kvc = make_configurator(
-            args, model_config_of(args), dtype, draft=draft, eagle=eagle, stage=(0, LAYERS)
-        )
-        return DefaultPoolConfigurator(kvc)
+        own = ModelConfig(checkpoints[model]) if draft else None
+        return sizes_of(configured(checkpoints[model], layout, *named, draft=own, eagle=eagle))
 
     return build
 

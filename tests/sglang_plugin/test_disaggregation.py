@@ -7,16 +7,15 @@ HTTP. Only the engines' own part, the copy, is replaced by `ctypes.memmove`.
 
 import ctypes
 import inspect
-import itertools
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from codec_oracle import NARROW
-from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
-from managers import STRINGS, pool_of
+from codec_oracle import LAYOUTS, NARROW, ROW_BYTES
+from managers import PAIRS, STRINGS, pool_of
+from pools import GUARD, LAYERS, START, device_pool, fill, rows
 from shown import SHOWN
 
 # -------------------------------------------------------------------- the handshake
@@ -35,7 +34,7 @@ def test_the_rows_are_in_what_peers_compare(manager_of, mode, layout):
     assert (kv_layout_signature(manager.kv_args) == signature) == (layout == "bf16")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), itertools.product(LAYOUTS, LAYOUTS))
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_all_pairs_of_layouts(manager_of, bootstrap, prefill, decode):
     manager_of("prefill", pool_of(prefill))
     peer = manager_of("decode", pool_of(decode))

@@ -1,13 +1,12 @@
 """Prefill and decode servers of models with sparse attention: what peers compare."""
 
-import itertools
 import re
 
 import pytest
-from codec_oracle import OURS_ALONE
-from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
-from host_tier import LAYERS, LAYOUTS
-from managers import STRINGS, pool_of
+from codec_oracle import LAYOUTS, OURS_ALONE
+from managers import PAIRS, STRINGS, pool_of
+from pools import DSA_PAGE as PAGE
+from pools import INDEX_PAGE_BYTES, LAYERS, dsa_pool, dsa_row_bytes
 
 #: For sparse models SGLang sees scaled rows with another dtype than for dense ones; raw rows keep theirs.
 DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
@@ -21,13 +20,13 @@ def test_sparse_pools_name_their_rows_and_send_index_keys_beside_them(manager_of
     args = manager.kv_args
     assert manager.kv_cache_dtype_str == DSA_STRINGS[layout]
     assert args.kv_data_ptrs == [layer.data_ptr() for layer in pool.kv_buffer]
-    assert args.kv_item_lens == [PAGE * row_bytes(layout)] * LAYERS
+    assert args.kv_item_lens == [PAGE * dsa_row_bytes(layout)] * LAYERS
     assert [kind.value for kind in args.state_types] == ["dsa"]
     assert args.state_data_ptrs == [[pages.data_ptr() for pages in pool.index_k_with_scale_buffer]]
     assert args.state_item_lens == [[INDEX_PAGE_BYTES, 0, INDEX_PAGE_BYTES]]
 
 
-@pytest.mark.parametrize(("prefill", "decode"), itertools.product(LAYOUTS, LAYOUTS))
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, decode):
     manager_of("prefill", pool_of(prefill, make=dsa_pool))
     peer = manager_of("decode", pool_of(decode, make=dsa_pool))
@@ -43,7 +42,7 @@ def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, d
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
     """A stock server says `fp8_e4m3` for raw and for scaled rows, so neither is accepted as ours."""
-    stock = stock_pool("bf16" if layout in OURS_ALONE else layout)
+    stock = dsa_pool("bf16" if layout in OURS_ALONE else layout, stock=True)
     manager_of("prefill", stock, layout=None)
     peer = manager_of("decode", pool_of(layout, make=dsa_pool))
     if layout == "bf16":

@@ -8,6 +8,9 @@ import torch
 
 from sgl_kvpool.commands.plan.command import ask
 
+# The planner's process imports SGLang, for 15 s, and forks for each server.
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
 DRAFT_GIB = 8

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from codec_oracle import OURS_ALONE
-from configurators import configurator
-from dsa_pools import DTYPES, INDEX_BYTES, LAYOUTS, row_bytes
+from codec_oracle import LAYOUTS, OURS_ALONE
+from configurators import classes_of, sizes_of
+from pools import DSA_DTYPES as DTYPES
+from pools import INDEX_BYTES, dsa_row_bytes
 
 LAYERS = 3
 #: Implementations that read raw rows; SGLang's own choice on Hopper does not.
@@ -26,49 +27,19 @@ AVAILABLE = 1_000_000_007
 
 
 @pytest.fixture
-def hooked(published, resolve, checkpoints, monkeypatch):
-    """`hooked(layout, ...)`: SGLang's KVCacheConfigurator of a server whose arguments are resolved."""
-    from sglang.srt.arg_groups.overrides import model_config_of
+def hooked(configured, checkpoints):
+    """`hooked(layout, ...)`: SGLang's KVCacheConfigurator of a server, or of its `draft_model`."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-    from sgl_kvpool.srt.attention import sparse
-
-    hook_groups.apply(hook_groups.named("pools"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(sparse, "sm_count_of", lambda device: 132)
 
     def build(layout, model="dsa3", *argv, draft_model=None, eagle=0):
-        asked = ("--kv-cache-layout", layout) if layout else ()
-        args = resolve(checkpoints[model], *asked, *ARGV.get(layout, ()), *argv, device="cuda")
-        get_parallel().clear_stamp()  # set for the previous server
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        config = ModelConfig(checkpoints[draft_model]) if draft_model else model_config_of(args)
-        dtype = DTYPES.get(layout, torch.bfloat16)
-        return configurator(
-            args, config, dtype, draft=draft_model is not None, eagle=eagle, stage=(0, LAYERS)
+        draft = ModelConfig(checkpoints[draft_model]) if draft_model else None
+        argv = (*ARGV.get(layout, ()), *argv)
+        dtype = DTYPES.get(layout)
+        return configured(
+            checkpoints[model], layout, *argv, device="cuda", dtype=dtype, draft=draft, eagle=eagle
         )
 
-    yield build
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-
-
-def sizes_of(kvc):
-    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-
-    return DefaultPoolConfigurator(kvc)
-
-
-def classes_of(kvc):
-    """The classes of all kinds that SGLang selects before it builds any pool, whatever the model is."""
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
-
-    defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
-    return {
-        kind: kvc._resolve_kv_pool_class(kind=kind, default=default) for kind, default in defaults.items()
-    }
+    return build
 
 
 def pool_of(kvc, tokens):
@@ -87,7 +58,7 @@ def test_bytes_per_token_are_those_of_the_pool(hooked, layout, model):
     rank, rope, with_index = MODELS[model]
     kvc = hooked(layout, model)
     sizes = sizes_of(kvc)
-    token_bytes = LAYERS * row_bytes(layout, rank, rope) + with_index * INDEX_BYTES
+    token_bytes = LAYERS * dsa_row_bytes(layout, rank, rope) + with_index * INDEX_BYTES
     assert sizes._cell_size == token_bytes
     for page_size in (1, 64):
         wanted = (AVAILABLE - sizes._fixed_overhead_bytes) // token_bytes // page_size * page_size
@@ -116,14 +87,14 @@ def test_sglang_as_it_is_keeps_its_numbers(hooked):
 def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
     """A draft's layers have the target's rows, and their own index keys whatever layers the target shares."""
     _, _, with_index = MODELS[model]
-    wanted = (LAYERS + drafts) * row_bytes(layout) + (with_index + drafts) * INDEX_BYTES
+    wanted = (LAYERS + drafts) * dsa_row_bytes(layout) + (with_index + drafts) * INDEX_BYTES
     assert sizes_of(hooked(layout, model, eagle=drafts))._cell_size == wanted
 
     kvc = hooked(layout, model, draft_model=model)
     kvc.layer_info = SimpleNamespace(start_layer=0, end_layer=drafts, num_effective_layers=drafts)
     draft = pool_of(kvc, 256)
     assert draft.kv_cache_layout == layout
-    assert draft.get_kv_size_bytes() == (256 + 64) * drafts * (row_bytes(layout) + INDEX_BYTES)
+    assert draft.get_kv_size_bytes() == (256 + 64) * drafts * (dsa_row_bytes(layout) + INDEX_BYTES)
     assert sizes_of(kvc)._fixed_overhead_bytes == 0  # the target has paid
 
 
@@ -215,13 +186,13 @@ def test_a_draft_that_is_no_mla_model_keeps_its_pool(hooked):
 
 def test_a_pool_of_sglangs_own_is_noticed(hooked):
     """SGLang builds another class than the one it received from our hook."""
-    from dsa_pools import dsa_pool, stock_pool
+    from pools import dsa_pool
 
     from sgl_kvpool.sglang_plugin.hooks import pools
 
     kvc = hooked("bf16")
     with pytest.raises(RuntimeError, match="bf16 was requested, but SGLang built a DSATokenToKVPool"):
-        pools._build_token_to_kv_pool(lambda self, **_: stock_pool("bf16"), kvc, sizes=None)
+        pools._build_token_to_kv_pool(lambda self, **_: dsa_pool("bf16", stock=True), kvc, sizes=None)
     pool = dsa_pool("bf16")
     assert pools._build_token_to_kv_pool(lambda self, **_: pool, kvc, sizes=None) is pool
 

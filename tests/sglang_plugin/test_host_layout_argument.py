@@ -39,24 +39,6 @@ def test_the_geometry_decides(resolve, checkpoints):
     assert options(resolve(checkpoints["rank256"], *argv, "fp4")) == ("fp4", "auto")
 
 
-def test_environment_config_file_and_engine_keyword(arranged, resolve, monkeypatch, tmp_path, checkpoints):
-    monkeypatch.setenv("KVPOOL_KV_HOST_LAYOUT", "fp4")
-    monkeypatch.setenv("KVPOOL_KV_HOST_ENGINE", "cpu")
-    assert options(arranged(None, HICACHE, layout="bf16")) == ("fp4", "cpu")
-    with pytest.raises(ValueError, match="the KV host layout is 'same' as argument.*but 'fp4' in the env"):
-        arranged(None, HICACHE, "--kv-host-layout", "same", layout="bf16")
-    monkeypatch.delenv("KVPOOL_KV_HOST_LAYOUT")
-    config = tmp_path / "server.yaml"
-    config.write_text("kv-host-layout: fp8_block_scale\n")
-    assert options(arranged(None, HICACHE, "--config", str(config), layout="bf16")) == (
-        "fp8_block_scale",
-        "cpu",
-    )
-    monkeypatch.setenv("KVPOOL_KV_HOST_ENGINE", "dma")
-    with pytest.raises(ValueError, match="'dma' is not a KV host engine; choose one of: auto, staged, copy_"):
-        arranged(None, HICACHE, layout="bf16")
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "variable"),
     [

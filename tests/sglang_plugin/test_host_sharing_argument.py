@@ -208,18 +208,6 @@ def test_invalid_configurations_of_stores_are_left_to_the_scheduler(arranged, te
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, *store)) == "node"
 
 
-def test_environment_and_configuration_file(arranged, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVPOOL_KV_HOST_SHARING", "rank")
-    assert sharing(arranged(None, HICACHE, *TWO_RANKS)) == "rank"
-    monkeypatch.setenv("KVPOOL_KV_HOST_SHARING", "numa")
-    with pytest.raises(ValueError, match="'numa' is not a KV host sharing; choose one of: auto, node, rank"):
-        arranged(None, HICACHE, *TWO_RANKS)
-    monkeypatch.delenv("KVPOOL_KV_HOST_SHARING")
-    config = tmp_path / "server.yaml"
-    config.write_text("kv-host-sharing: rank\n")
-    assert sharing(arranged(None, HICACHE, *TWO_RANKS, "--config", str(config))) == "rank"
-
-
 @pytest.mark.parametrize("value", ["node", "rank"])
 def test_it_needs_a_host_tier(arranged, value):
     with pytest.raises(ValueError, match=f"--kv-host-sharing {value} .* does nothing without --enable-hier"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from codec_oracle import LAYOUTS
 from codec_oracle import row_bytes as row_bytes_of
-from configurators import configurator
+from configurators import classes_of, sizes_of
 from hybrid_configs import LAYERS, MLA_LAYERS
 
 #: Bytes of a row with rope, and of a row without.
@@ -28,62 +28,29 @@ REST_GB = 0.25
 
 
 @pytest.fixture
-def hooked(published, resolve, checkpoints, monkeypatch):
-    """`hooked(layout, model, ...)`: SGLang's KVCacheConfigurator of a server whose arguments are resolved."""
-    from sglang.srt.arg_groups import mamba_hook
-    from sglang.srt.arg_groups.overrides import model_config_of
+def hooked(configured, checkpoints):
+    """`hooked(layout, model, ...)`: SGLang's KVCacheConfigurator of a server or of its draft."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.sglang_plugin import hook_groups
-
-    hook_groups.apply(hook_groups.named("pools, hybrid models"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
-
-    def build(layout, model="kda", *argv, draft=False, eagle=0, stage=(0, LAYERS), pp_size=1):
-        asked = ("--kv-cache-layout", layout) if layout else ()
+    def build(layout, model="kda", *argv, draft=False, stage=(0, LAYERS), **fields):
         device = "cuda" if model == "glm5" else "cpu"
         # States with an extra buffer need a GPU; without overlap scheduling SGLang keeps them without it.
         without = () if device == "cuda" else ("--disable-overlap-schedule",)
-        args = resolve(checkpoints[model], *asked, *without, *argv, device=device)
-        get_parallel().clear_stamp()  # set for the previous server
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        config = ModelConfig(checkpoints[model], is_draft_model=True) if draft else model_config_of(args)
-        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-        return configurator(
-            args,
-            config,
-            dtype,
-            draft=draft,
-            eagle=eagle,
-            stage=stage,
-            pp_size=pp_size,
+        own = ModelConfig(checkpoints[model], is_draft_model=True) if draft else None
+        return configured(
+            checkpoints[model], layout, *without, *argv, device=device, draft=own, stage=stage, **fields
         )
 
-    yield build
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-
-
-def sizes_of(kvc):
-    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-
-    return DefaultPoolConfigurator(kvc)
+    return build
 
 
 def pools_of(kvc, tokens, requests=2):
     """The pool of requests and their states, and the pool of rows, from SGLang's builders."""
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.runtime_context import get_schedule
 
     if get_schedule().max_mamba_cache_size is None:
         kvc._handle_max_mamba_cache(REST_GB)
-    defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
-    classes = {
-        f"{kind}_pool_class": kvc._resolve_kv_pool_class(kind=kind, default=default)
-        for kind, default in defaults.items()
-    }
+    classes = {f"{kind}_pool_class": found for kind, found in classes_of(kvc).items()}
     states = kvc._build_hybrid_req_pool(max_num_reqs=requests, extra_max_context_len=0)
     rows = kvc._build_hybrid_linear_kv_pool(max_total_num_tokens=tokens, req_to_token_pool=states, **classes)
     return states, rows

@@ -1,17 +1,15 @@
 """Prefill and decode servers of hybrid models: SGLang's queues describe rows and states of real pools."""
 
-import hybrid_pools
 import pytest
 from managers import pool_of
-
-MLA_LAYERS = hybrid_pools.MLA_LAYERS
+from pools import LAYOUTS, MLA_LAYERS, hybrid_pool
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("layout", hybrid_pools.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, layout, sparse):
     """Rows are described by model layer, states by SGLang as without a layout."""
-    pool = pool_of(layout, hybrid_pools.hybrid_pool, sparse=sparse)
+    pool = pool_of(layout, hybrid_pool, sparse=sparse)
     prefill = manager_of("prefill", pool, with_rows=MLA_LAYERS)
     described, rows = prefill.kv_args, pool.full_kv_pool
     assert described.kv_data_ptrs == [tensor.data_ptr() for tensor in rows.kv_buffer]
@@ -22,14 +20,14 @@ def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, 
     # The rows of bf16 are SGLang's own.
     assert ("+kvpool:" in prefill.kv_cache_dtype_str) == (layout != "bf16")
 
-    peer = pool_of(layout, hybrid_pools.hybrid_pool, sparse=sparse)
+    peer = pool_of(layout, hybrid_pool, sparse=sparse)
     decode = manager_of("decode", peer, with_rows=MLA_LAYERS)
     assert decode.try_ensure_parallel_info(bootstrap)
     assert decode.kv_cache_dtype_str == prefill.kv_cache_dtype_str
 
 
 def test_other_rows_are_refused(manager_of, bootstrap):
-    manager_of("prefill", pool_of("fp4", hybrid_pools.hybrid_pool), with_rows=MLA_LAYERS)
-    decode = manager_of("decode", pool_of("fp8", hybrid_pools.hybrid_pool), with_rows=MLA_LAYERS)
+    manager_of("prefill", pool_of("fp4", hybrid_pool), with_rows=MLA_LAYERS)
+    decode = manager_of("decode", pool_of("fp8", hybrid_pool), with_rows=MLA_LAYERS)
     with pytest.raises(RuntimeError, match=r"prefill server .* stores rows of layout fp4 .*layout fp8"):
         decode.try_ensure_parallel_info(bootstrap)

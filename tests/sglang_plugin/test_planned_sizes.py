@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from codec_oracle import OURS_ALONE, ROW_BYTES
-from configurators import configurator
 
 from sgl_kvpool.commands.plan.command import ask
+
+# The planner's process imports SGLang, for 15 s, and forks for each server.
+pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).resolve().parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
@@ -90,35 +92,19 @@ def planned(folders):
 
 
 @pytest.fixture
-def sglang(published, resolve, folders, monkeypatch):
+def sglang(configured, folders):
     """`sglang(model, layout)`: KVCacheConfigurator of a server whose arguments are resolved here."""
-    from sglang.srt.arg_groups import mamba_hook
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-    from sgl_kvpool.srt.attention import decode_verify, sparse
-
-    hook_groups.apply(hook_groups.named("pools, hybrid models"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
-    for module in (decode_verify, sparse):
-        monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
 
     def build(model, layout):
-        args = resolve(folders[model], *arguments(model, layout), device="cuda")
-        get_parallel().clear_stamp()  # set for the previous server
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-        if model == "deepseek_v32" and layout == "fp8_block_scale":
-            dtype = torch.float8_e4m3fn  # the dtype SGLang sees for sparse attention
-        return configurator(
-            args, model_config_of(args), dtype, stage=(0, MODELS[model][1]), post_capture_kv_active=False
+        # The dtype that SGLang sees: another one for sparse attention.
+        eight_bits = layout == "fp8" or (model, layout) == ("deepseek_v32", "fp8_block_scale")
+        dtype = torch.float8_e4m3fn if eight_bits else torch.bfloat16
+        argv = arguments(model, layout)
+        return configured(
+            folders[model], None, *argv, device="cuda", dtype=dtype, stage=(0, MODELS[model][1])
         )
 
-    yield build
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    return build
 
 
 def rest_gib(model):

@@ -127,7 +127,7 @@ def test_every_server_of_the_gpu_tests_is_accepted(tests, name, view, checkpoint
     monkeypatch.setattr(tests, "Server", start)
     shape, is_sparse = tests.SERVERS[name][0], tests is test_dsa_server_gpu
     with pytest.raises(Started) as started:
-        tests.ask(name, checkpoints_of_tests[shape] if is_sparse else checkpoints_of_tests, "log")
+        tests.ask(name, checkpoints_of_tests[shape], "log")
     arguments, environment = started.value.args
     found = view(arguments, environment)
     layout = dict(itertools.pairwise(arguments)).get("--kv-cache-layout")

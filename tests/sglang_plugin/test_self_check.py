@@ -105,7 +105,7 @@ def test_hybrid_models(scheduler, layout, monkeypatch, caplog):
 
 def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
     import torch
-    from host_tier import device_pool
+    from pools import device_pool
 
     from sgl_kvpool.sglang_plugin.hooks import disaggregation
 

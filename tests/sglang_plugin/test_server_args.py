@@ -1,12 +1,14 @@
 """--kv-cache-layout through SGLang's own argument parsing and resolution."""
 
 import os
-import pickle
 from types import SimpleNamespace
 
 import pytest
 from codec_oracle import LAYOUTS, PACKED
 from shown import SHOWN
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT, arrangement_of
 
 
 def view(server_args):
@@ -37,53 +39,6 @@ def test_auto_and_absent_are_sglang_as_it_is(resolve, checkpoints, argv):
     assert asked(args) is None
     assert view(args).kv_cache_dtype == "auto"
     assert view(args).attention_backend in ("intel_amx", "torch_native")  # depends on the CPU
-
-
-def test_help_shows_the_argument(resolve):
-    """The parser of `python -m sglang.launch_server --help`, which loads plugins first."""
-    import argparse
-
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    text = parser.format_help()
-    assert "--kv-cache-layout {" + ",".join(["auto", *LAYOUTS]) + "}" in text
-    assert "KVPOOL_KV_CACHE_LAYOUT" in text
-
-
-def test_the_layout_travels_to_other_processes(resolve, checkpoints):
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
-    assert asked(pickle.loads(pickle.dumps(args))) == "fp4"
-
-
-def test_environment_and_yaml(resolve, checkpoints, monkeypatch, tmp_path):
-    config = tmp_path / "server.yaml"
-    config.write_text("kv-cache-layout: fp8\n")
-    assert asked(resolve(checkpoints["mla"], "--config", str(config))) == "fp8"
-    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp4")
-    assert asked(resolve(checkpoints["mla"])) == "fp4"
-    assert asked(resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")) == "fp4"
-
-
-@pytest.mark.parametrize("written", ["fp8", "auto"])
-def test_flag_against_environment(resolve, checkpoints, monkeypatch, written):
-    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp4")
-    with pytest.raises(ValueError, match=rf"'{written}' as argument.*'fp4' in the environment"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", written)
-
-
-def test_unknown_names(resolve, checkpoints, monkeypatch, tmp_path):
-    text = f"is not a KV cache layout; choose one of: {', '.join(['auto', *LAYOUTS])}$"
-    with pytest.raises(ValueError, match=f"^--kv-cache-layout 'int4' {text}"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", "int4")
-    config = tmp_path / "server.yaml"
-    config.write_text("kv-cache-layout: int4\n")
-    with pytest.raises(ValueError, match=f"^--kv-cache-layout 'int4' {text}"):
-        resolve(checkpoints["mla"], "--config", str(config))
-    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "int4")
-    with pytest.raises(ValueError, match=f"'int4' .*{text}"):
-        resolve(checkpoints["mla"])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +174,7 @@ def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
         resolve(checkpoints["mla"], flag, "kvpool_mla")
 
 
-def test_engine_keyword(resolve, checkpoints, monkeypatch):
+def test_engine_keyword(resolve, checkpoints):
     """`Engine(kv_cache_layout=...)` calls `Engine.server_args_class`."""
     from sglang.srt.entrypoints import engine
 
@@ -227,17 +182,11 @@ def test_engine_keyword(resolve, checkpoints, monkeypatch):
     # tests/engine has processes that import the Engine first.
     engine.load_plugins()
     Engine = engine.Engine
-    args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
+    layout = MLAKVCacheLayout.FP4
+    args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout=layout)
     args.resolve_once()
     assert asked(args) == "fp4"
-    with pytest.raises(
-        ValueError, match="kv_cache_layout='int4' is not a KV cache layout; choose one of: auto"
-    ):
-        Engine.server_args_class(model_path="dummy", kv_cache_layout="int4")
-    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp8")
-    with pytest.raises(ValueError, match="'fp4' as argument.*kv_cache_layout=.*'fp8' in the environment"):
-        Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
-    monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT")
+    assert type(vars(args)[LAYOUT.attribute]) is str  # pickled into processes without our enum
     plain = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu")
     plain.resolve_once()
     assert asked(plain) is None
@@ -282,27 +231,18 @@ def test_a_record_resolved_without_the_plugin_is_refused():
 
 
 def test_copies_that_lost_the_layout_are_refused(resolve, checkpoints, monkeypatch):
-    """Shallow copies of a msgspec Struct have only its fields."""
+    """Resolution checks every option."""
     import copy
 
-    import msgspec
-    from sglang.srt.server_args import ServerArgs
-
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
-    assert asked(copy.deepcopy(args)) == "fp4"
-    for make in (
-        lambda: copy.copy(args),
-        lambda: msgspec.structs.replace(args, port=30001),
-        lambda: ServerArgs(**msgspec.structs.asdict(args)),
-    ):
-        with pytest.raises(ValueError, match=r"does not record a KV cache layout.*LAYOUT=auto\|bf16"):
-            make().resolve_once()
-        for value, layout in (("auto", None), ("fp4", "fp4")):
-            monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", value)
-            record = make()
-            record.resolve_once()
-            assert asked(record) == layout
-        monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT")
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", "--kv-cache-arrangement", "token_major")
+    for option, value in ((LAYOUT, "fp4"), (ARRANGEMENT, "token_major")):
+        with pytest.raises(ValueError, match=f"does not record a {option.words}"):
+            copy.copy(args).resolve_once()
+        monkeypatch.setenv(option.env, value)
+    record = copy.copy(args)
+    record.resolve_once()
+    assert asked(record) == "fp4"
+    assert arrangement_of(record) == "token_major"
 
 
 @pytest.mark.parametrize("name", ["KVPOOL_CHECK_FINITE", "KVPOOL_PREFILL_READS_ROWS"])

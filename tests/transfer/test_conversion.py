@@ -8,20 +8,10 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from host_tier import (
-    ARRANGEMENTS,
-    GUARD,
-    LAYERS,
-    ROW_BYTES,
-    backup,
-    device_pool,
-    host_bytes,
-    host_pool,
-    load,
-    rows,
-    slots,
-    stride_bytes,
-)
+from cases import crossed
+from codec_oracle import ROW_BYTES
+from host_tier import backup, host_bytes, host_pool, load, slots, stride_bytes
+from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool, rows
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
@@ -213,11 +203,11 @@ def test_bf16_rows_stay_the_same_after_two_round_trips(host):
             assert torch.equal(trips[0], trips[1])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize(("device", "host"), NARROWER)
-def test_there_and_back_through_a_tier(no_reserve, device, host, arrangement, page_size):
+@pytest.mark.parametrize("page_size", [1, 61, 64])
+@pytest.mark.parametrize(("pair", "arrangement"), crossed(NARROWER, ARRANGEMENTS))
+def test_there_and_back_through_a_tier(no_reserve, pair, arrangement, page_size):
     """Host pages hold the codec's bytes of the device's rows, device pages what those decode to."""
+    device, host = pair
     k_scales = {5: 0.5, 6: 1.0, 7: 3.25} if device == "fp8" else {}
     pool = device_pool(
         device, arrangement, page_size, host_tier=HostTierOptions(layout=host), k_scales=k_scales

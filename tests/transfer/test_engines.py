@@ -6,6 +6,7 @@ import engine_cases
 import numpy as np
 import pytest
 import torch
+from cases import crossed
 from emulated import calls, slots_of, tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,11 +63,11 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
 
 
 @pytest.mark.parametrize("engine", ["staged", "kernel"])
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("page_size", [1, 2, 61])
-@pytest.mark.parametrize(("own", "other"), engine_cases.CONVERSIONS)
-def test_rows_change_their_format_on_the_way(own, other, page_size, arrangement, engine):
-    formats = [MLAKVCacheLayout(name).row_format(256, 64) for name in (own, other)]
+@pytest.mark.parametrize(
+    ("pair", "page_size", "arrangement"), crossed(engine_cases.CONVERSIONS, [1, 2, 61], ARRANGEMENTS)
+)
+def test_rows_change_their_format_on_the_way(pair, page_size, arrangement, engine):
+    formats = [MLAKVCacheLayout(name).row_format(256, 64) for name in pair]
     sizes = {"tokens": page_size, "layers": LAYERS}
     device, on_device = side(arrangement, 0, row=formats[0].row_bytes, **sizes)
     host, on_host = side("page_major", -18, row=formats[1].row_bytes, pages=PAGES + 2, content="x", **sizes)
@@ -271,9 +272,12 @@ def test_what_an_engine_cannot_do():
 
 
 @pytest.mark.parametrize("engine", GPU_ENGINES)
-@pytest.mark.parametrize("arrangement", engine_cases.ARRANGEMENTS)
-@pytest.mark.parametrize(("own", "other"), [("fp4", "fp4"), *engine_cases.CONVERSIONS[:3]])
-def test_round_trips_of_the_tests_on_a_gpu(own, other, arrangement, engine):
+@pytest.mark.parametrize(
+    ("pair", "arrangement"),
+    crossed([("fp4", "fp4"), *engine_cases.CONVERSIONS[:3]], engine_cases.ARRANGEMENTS),
+)
+def test_round_trips_of_the_tests_on_a_gpu(pair, arrangement, engine):
+    own, other = pair
     if engine == "copy_engine":
         own = other  # it cannot convert
     engine_cases.round_trip(
@@ -293,11 +297,12 @@ def test_round_trips_of_adjacent_pages_in_registered_chunks(engine):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (640, 64)])
-@pytest.mark.parametrize(("own", "other"), engine_cases.CONVERSIONS)
-def test_round_trips_of_other_geometries(own, other, geometry):
+@pytest.mark.parametrize(
+    ("pair", "geometry"), crossed(engine_cases.CONVERSIONS, [(128, 64), (256, 0), (640, 64)])
+)
+def test_round_trips_of_other_geometries(pair, geometry):
     engine_cases.round_trip(
-        "staged", own, other, "layer_major", 3, geometry=geometry, device=torch.device("cpu"),
+        "staged", *pair, "layer_major", 3, geometry=geometry, device=torch.device("cpu"),
         make_tools=lambda page_bytes, host: tools(page_bytes), finish=lambda: calls().play(11),
     )  # fmt: skip
 

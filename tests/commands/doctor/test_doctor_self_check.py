@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 
-from codec_oracle import narrower
-from host_tier import ARRANGEMENTS, LAYOUTS
+from codec_oracle import LAYOUTS, narrower
+from pools import ARRANGEMENTS
 from test_doctor import PROBES, run
 
 #: Layouts that are narrower than that of the device, for its host tier.

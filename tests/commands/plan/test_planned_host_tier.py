@@ -1,13 +1,11 @@
 """Tokens and slots of a host tier, against real host pools of real device pools."""
 
-import hybrid_tier
 import pytest
-from dsa_pools import dsa_pool
-from host_tier import ROW_BYTES, device_pool, stride_bytes
+from codec_oracle import ROW_BYTES
+from host_tier import stride_bytes
+from pools import INDEX_BYTES, device_pool, dsa_pool, hybrid_pool
 
 from sgl_kvpool.commands.plan.planned import HostBytes, host_tokens, largest_whole_gb
-
-INDEX_BYTES = 132
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +58,8 @@ def test_rows_and_states_share(layout, size_gb):
     from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
     from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
-    requests = hybrid_tier.request_pool()
-    pool = hybrid_tier.hybrid_pool(layout, requests.mamba_pool, page_size=64, tokens=128)
-    states = requests.mamba_pool
+    pool = hybrid_pool(layout, page_size=64, size=128)
+    states = pool.mamba_pool
     row_gb, state_gb = TierBytes.of(pool, states).split(size_gb)
     rows = tier_of(pool.row_pool, row_gb, 64)
     slots = HierarchicalStatePoolHost(states, 2.0, state_gb, "page_first")

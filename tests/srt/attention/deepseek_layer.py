@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from pools import device_pool, guard
 
 HIDDEN, HEADS, NOPE, ROPE, V_DIM, RANK, Q_RANK, LAYER = 64, 2, 32, 64, 32, 128, 48, 3
 #: Slots of the pool, and the slots reserved for each request.
@@ -65,15 +66,11 @@ def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
 
 
 def build_pool(layout, k_scale=1.0, layer_id=LAYER):
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
-
-    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-    pool = LayoutMLATokenToKVPool(
-        SLOTS, 1, dtype, RANK, ROPE, 1, "cpu", False, layer_id, layer_id,
-        options=PoolOptions(layout, {layer_id: k_scale}),
+    pool = device_pool(
+        layout, page_size=1, size=SLOTS, layers=1, start_layer=layer_id, kv_lora_rank=RANK,
+        qk_rope_head_dim=ROPE, k_scales={layer_id: k_scale},
     )  # fmt: skip
-    for tensor in pool.kv_buffer:
-        tensor.view(torch.uint8).fill_(0xFF)
+    guard(pool, byte=0xFF)
     return pool
 
 

@@ -5,13 +5,13 @@ keys needs a GPU too: float64 attention over the kernel's arguments replaces it.
 """
 
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import codec_oracle as oracle
 import numpy as np
 import torch
 from batches import forward_batch
+from pools import dsa_pool
 
 RANK, ROPE, HEADS, LAYER, SCALE = 512, 64, 4, 6, 0.05
 TOP_K, PAGE, TOKENS = 16, 64, 256
@@ -20,25 +20,10 @@ DRAFTS = 3
 
 def make_pool(layout, *, stock=False, device="cpu"):
     """A pool of two layers, full of NaN; SGLang's own class with `stock`."""
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, PoolOptions
-
-    scaled = layout == "fp8_block_scale"
-    arguments = {
-        "dtype": torch.float8_e4m3fn if layout in ("fp8", "fp8_block_scale") else torch.bfloat16,
-        "kv_cache_dim": RANK + 4 * RANK // 128 + 2 * ROPE if scaled else RANK + ROPE,
-        "kv_lora_rank": RANK,
-        "qk_rope_head_dim": ROPE,
-        "layer_num": 2,
-        "device": device,
-        "enable_memory_saver": False,
-        "start_layer": LAYER - 1,
-        "end_layer": LAYER,
-        "index_head_dim": 128,
-    }
-    kind = DSATokenToKVPool if stock else partial(LayoutDSATokenToKVPool, options=PoolOptions(layout))
-    pool = kind(TOKENS, PAGE, **arguments)
+    pool = dsa_pool(
+        layout, RANK, ROPE, stock=stock, size=TOKENS, page_size=PAGE, layer_num=2, start_layer=LAYER - 1,
+        device=device,
+    )  # fmt: skip
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
     return pool

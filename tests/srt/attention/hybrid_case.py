@@ -13,6 +13,7 @@ import codec_oracle as oracle
 import numpy as np
 import torch
 from batches import forward_batch
+from pools import guard, hybrid_pool, memory
 from test_backend import HEADS, RANK, SCALE
 from test_cuda_backend import CONTEXT, cuda_backend
 from test_host_attention import oracle_attention
@@ -58,29 +59,15 @@ def request_table(kind, mla_layers=MLA_LAYERS):
     return table
 
 
-def make_pool(
-    layout, mamba_pool, *, arrangement="layer_major", page_size=1, rope=64, mla_layers=MLA_LAYERS, **more
-):
-    """A pool whose bytes are all 0xFF: NaN where an encoding has one."""
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool, PoolOptions
-
-    k_scales = {layer: K_SCALES.get(layer, 0.75) for layer in mla_layers}
-    pool = LayoutHybridLinearKVPool(
-        options=PoolOptions(layout, k_scales, arrangement),
-        size=TOKENS, page_size=page_size, head_num=1, head_dim=72, device="cpu", mamba_pool=mamba_pool,
-        dtype=torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16, use_mla=True, kv_lora_rank=RANK,
-        qk_rope_head_dim=rope, full_attention_layer_ids=list(mla_layers), **more,
+def make_pool(layout, mamba_pool, *, page_size=1, rope=64, mla_layers=MLA_LAYERS, **more):
+    """A pool whose rows are all 0xFF: NaN where an encoding has one."""
+    pool = hybrid_pool(
+        layout, layers=list(mla_layers), k_scales={layer: K_SCALES.get(layer, 0.75) for layer in mla_layers},
+        size=TOKENS, page_size=page_size, mamba_pool=mamba_pool, kv_lora_rank=RANK,
+        qk_rope_head_dim=rope, **more,
     )  # fmt: skip
-    for tensor in whole_buffers(pool):
-        tensor.fill_(0xFF)
+    guard(pool.full_kv_pool, byte=0xFF)
     return pool
-
-
-def whole_buffers(pool):
-    """All bytes of a pool's buffers, with those of other layers and padding."""
-    rows = pool.full_kv_pool
-    tensors = rows.kv_buffer if rows.cross_layer is None else [rows.cross_layer]
-    return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def model_configuration(kind, mla_layers=MLA_LAYERS):
@@ -292,4 +279,4 @@ class HybridCase:
             expected = self.encoded(layer, torch.cat(self.keys[layer]))
             assert (rows[places].numpy() == expected).all(), f"layer {layer}"
             rows[places] = 0xFF
-        assert all((tensor == 0xFF).all() for tensor in whole_buffers(self.pool))
+        assert all((part == 0xFF).all() for part in memory(self.pool))

@@ -8,17 +8,18 @@ import itertools
 import codec_oracle as oracle
 import pytest
 import torch
+from cases import crossed
 from test_backend import Case, assert_attends
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("published")
 
 PLACED = list(itertools.product(["token_major", "page_major"], [1, 8]))
+CASES = [(layout, *placed) for layout, placed in crossed(oracle.LAYOUTS, PLACED)]
 
 
-@pytest.mark.parametrize(("arrangement", "page_size"), PLACED)
+@pytest.mark.parametrize(("layout", "arrangement", "page_size"), CASES)
 @pytest.mark.parametrize("reads_rows", [False, True])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_a4_b5_scattered_rows_among_poison(layout, reads_rows, arrangement, page_size, monkeypatch):
     """A4, B5: slots are a random permutation; all other bytes are 0xFF, NaN where an encoding has one.
 
@@ -78,9 +79,8 @@ def _tensors(tree):
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize(("arrangement", "page_size"), PLACED)
+@pytest.mark.parametrize(("layout", "arrangement", "page_size"), CASES)
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_b2_no_forward_allocates_as_much_as_a_cache(layout, mode, arrangement, page_size, monkeypatch):
     """B2: the smallest part of the cache that a backend could copy is one layer's rows."""
     monkeypatch.setattr("test_backend.SLOTS", 16000)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from batches import forward_batch
+from pools import device_pool, guard
 from test_host_attention import oracle_attention
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -42,17 +43,12 @@ def runner(pool, *layers, device="cpu"):
 
 
 def make_pool(layout, k_scales=None, arrangement="layer_major", page_size=1):
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
-
-    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-    pool = LayoutMLATokenToKVPool(
-        SLOTS, page_size, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER,
-        options=PoolOptions(layout, k_scales, arrangement),
+    """A pool whose bytes are all 0xFF: NaN where an encoding has one."""
+    pool = device_pool(
+        layout, arrangement, page_size, layers=2, size=SLOTS, start_layer=LAYER - 1, kv_lora_rank=RANK,
+        qk_rope_head_dim=ROPE, k_scales=k_scales,
     )  # fmt: skip
-    for tensor in pool.kv_buffer:
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
-    if pool.cross_layer is not None:
-        pool.cross_layer.fill_(-1)  # 0xFF in the other layers and the padding too
+    guard(pool, byte=0xFF)
     return pool
 
 
@@ -195,11 +191,9 @@ def test_the_load_fence_of_the_host_tier_is_waited_for(monkeypatch):
 
 
 def test_servers_it_cannot_serve_are_refused():
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
     from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 
-    stock = MLATokenToKVPool(8, 1, torch.bfloat16, RANK, ROPE, 1, "cpu", False)
+    stock = device_pool("bf16", stock=True)
     with pytest.raises(ValueError, match="pool is MLATokenToKVPool; start it with --kv-cache-layout"):
         KVPoolMLABackend(runner(stock))
     pool = make_pool("fp4")

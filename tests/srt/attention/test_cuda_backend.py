@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import test_backend
 import torch
+from cases import crossed
 from test_backend import HEADS, LAYER, RANK, ROPE, SCALE, Case
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -118,26 +119,22 @@ def close(found, wanted):
 PLACED = [{}, {"arrangement": "token_major", "page_size": 8}, {"arrangement": "page_major", "page_size": 8}]
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("placed", PLACED)
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("layout", "placed", "split"), crossed(oracle.LAYOUTS, PLACED, [False, True]))
 def test_decode(layout, placed, split, monkeypatch):
     case = CudaCase(layout, [1, 40, 7, 65], [0, 39, 6, 64], monkeypatch, **placed)
     close(case.run("DECODE", split=split), case.wanted(fresh_as_computed=False))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize(("layout", "split"), crossed(oracle.LAYOUTS, [False, True]))
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-@pytest.mark.parametrize("split", [False, True])
 def test_verify_and_draft_extend(layout, mode, split, monkeypatch):
     """Four queries per request; the first sequence has exactly four tokens."""
     case = CudaCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch)
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=False))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize(("layout", "placed"), crossed(oracle.LAYOUTS, PLACED))
 @pytest.mark.parametrize("reads_rows", [False, True])
-@pytest.mark.parametrize("placed", PLACED)
 def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
     case = CudaCase(layout, [9, 40, 5, 33], [0, 30, 4, 0], monkeypatch, reads_rows=reads_rows, **placed)
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=not reads_rows))
@@ -168,9 +165,7 @@ def test_models_without_rope(mode, monkeypatch):
     close(case.run(mode), case.wanted(fresh_as_computed=mode == "EXTEND"))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("placed", PLACED)
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("layout", "placed", "split"), crossed(oracle.LAYOUTS, PLACED, [False, True]))
 def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypatch):
     """SGLang turns a decode into this extend while another DP rank prefills; no prefix is gathered."""
     from sgl_kvpool.srt.attention.extend import ExtendReader
@@ -183,9 +178,8 @@ def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypa
     assert extended.backend._extend.prefix_tokens == 0
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize(("layout", "split"), crossed(oracle.LAYOUTS, [False, True]))
 @pytest.mark.parametrize("reads_rows", [False, True])
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunks", [16, None])
 def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, chunks, monkeypatch):
     """MIXED: two prefill requests, one of them with a single new token, then two decode requests."""

@@ -6,6 +6,7 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from cases import crossed
 from dsa_case import DRAFTS, RANK, TOP_K, Case, SparseKernel, in_forward, make_backend, make_pool
 
 pytestmark = pytest.mark.usefixtures("published", "hooked")
@@ -81,8 +82,7 @@ def test_extends(layout, mode, prefixes, kernel):
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-@pytest.mark.parametrize("mode", EXTENDS)
-@pytest.mark.parametrize("prefixes", PREFIXES)
+@pytest.mark.parametrize(("mode", "prefixes"), crossed(EXTENDS, [*PREFIXES]))
 def test_consumers_agree(layout, mode, prefixes, kernel):
     case = case_of(layout, prefixes)
     run(case, mode)
@@ -102,8 +102,7 @@ def test_consumers_agree(layout, mode, prefixes, kernel):
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-@pytest.mark.parametrize("prefixes", PREFIXES)
-@pytest.mark.parametrize("mode", EXTENDS)
+@pytest.mark.parametrize(("mode", "prefixes"), crossed(EXTENDS, [*PREFIXES]))
 def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
     """Whatever transform prefill used, a draft's decode receives slots of the pool."""
     case = case_of(layout, prefixes, use_fused_topk=True)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import codec_oracle as oracle
 import pytest
 import torch
+from cases import crossed
 from hybrid_case import K_SCALES, LAYOUTS, MLA_LAYERS, PLACED, HybridCase
 
 from sgl_kvpool.srt.pool import RowPool
@@ -17,16 +18,14 @@ def on_cuda(request):
     return request.param
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(("layout", "placed"), crossed(LAYOUTS, PLACED))
 def test_decode(layout, placed, on_cuda, monkeypatch):
     case = HybridCase(layout, [1, 40, 7, 65], [0, 39, 6, 64], monkeypatch, on_cuda=on_cuda, **placed)
     case.assert_right(case.run("DECODE", split=True), fresh_as_computed=False)
     case.assert_stored()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(("layout", "placed"), crossed(LAYOUTS, PLACED))
 @pytest.mark.parametrize("reads_rows", [False, True])
 def test_absorbed_prefill(layout, placed, reads_rows, on_cuda, monkeypatch):
     more = {"reads_rows": reads_rows, "on_cuda": on_cuda, **placed}
@@ -35,8 +34,7 @@ def test_absorbed_prefill(layout, placed, reads_rows, on_cuda, monkeypatch):
     case.assert_stored()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("placed", PLACED[::2])
+@pytest.mark.parametrize(("layout", "placed"), crossed(LAYOUTS, PLACED[::2]))
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 def test_verify_and_draft_extend(layout, placed, mode, monkeypatch):
     case = HybridCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch, on_cuda=True, **placed)
@@ -64,8 +62,7 @@ def test_models_without_rotary_values(layout, mode, on_cuda, monkeypatch):
     case.assert_stored()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(("layout", "placed"), crossed(LAYOUTS, PLACED))
 def test_prefixes_read_back_for_the_multi_head_form(layout, placed, monkeypatch):
     """SGLang's chunked and one-shot prefills read these rows before they compute keys and values."""
     case = HybridCase(layout, [40, 7], [33, 6], monkeypatch, on_cuda=True, **placed)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepseek_layer import BACKEND, HEADS, RANK, ROPE, Server, build_layer
 from hybrid_case import LAYERS, MLA_LAYERS, model_configuration
+from pools import guard, hybrid_pool
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -158,18 +159,13 @@ class HybridServer(Server):
     def __init__(self, layout="bf16", k_scale=1.0):
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
-        from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool, PoolOptions
-
         super().__init__(layout, k_scale=k_scale)
         layer = self.attention.layer_id
-        self.pool = LayoutHybridLinearKVPool(
-            options=PoolOptions(layout, {1: 7.0, layer: k_scale}),
-            size=deepseek_layer.SLOTS, page_size=1, head_num=1, head_dim=72, device="cpu", mamba_pool=None,
-            dtype=torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16, use_mla=True,
-            kv_lora_rank=RANK, qk_rope_head_dim=ROPE, full_attention_layer_ids=[1, layer],
+        self.pool = hybrid_pool(
+            layout, k_scales={1: 7.0, layer: k_scale}, size=deepseek_layer.SLOTS, page_size=1,
+            layers=[1, layer], mamba_pool=None, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
         )  # fmt: skip
-        for tensor in self.pool.full_kv_pool.kv_buffer:
-            tensor.view(torch.uint8).fill_(0xFF)
+        guard(self.pool, byte=0xFF)
         ours = deepseek_layer.recorder(self.pool, self.attention)
         # SGLang sets the names on the outermost backend only.
         del ours.prefill_attention_backend_str, ours.decode_attention_backend_str

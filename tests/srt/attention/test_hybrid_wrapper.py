@@ -2,9 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from hybrid_case import LAYOUTS, MLA_LAYERS, PLACED, HybridCase, radix_attention, whole_buffers
+from cases import crossed
+from hybrid_case import LAYOUTS, MLA_LAYERS, PLACED, HybridCase, radix_attention
+from pools import memory
 from test_backend import HEADS, RANK
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -18,13 +21,12 @@ def wrapped(layout, lengths, prefixes, monkeypatch, *, kind="kda", on_cuda=True,
     return case
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_cuda", [False, True])
 @pytest.mark.parametrize(
     ("mode", "lengths", "prefixes"),
     [("DECODE", [1, 40, 7], [0, 39, 6]), ("EXTEND", [9, 40, 5], [0, 30, 4]), ("MIXED", [9, 40], [8, 30])],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), crossed(LAYOUTS, KINDS))
 def test_steps(layout, mode, lengths, prefixes, on_cuda, kind, monkeypatch):
     case = wrapped(layout, lengths, prefixes, monkeypatch, kind=kind, on_cuda=on_cuda, **PLACED[3])
     names = {"kda": "KDAAttnBackend", "lightning": "LightningAttentionBackend"}
@@ -53,13 +55,13 @@ def test_other_layers_go_to_the_linear_backend(on_cuda, mode, monkeypatch):
     monkeypatch.setattr(case.linear, method, lambda **named: seen.append(named["layer"].layer_id) or "states")
     batch = case.batch(mode)
     case.backend.init_forward_metadata(batch)
-    before = [tensor.clone() for tensor in whole_buffers(case.pool)]
+    before = [part.copy() for part in memory(case.pool)]
     for layer in (0, 2, 7):
         module = radix_attention(layer, head_dim=16, v_head_dim=16)
         q = torch.full((2, HEADS * 16), float("nan"))
         assert case.backend.forward(q, q, q, module, batch) == "states"
     assert seen == [0, 2, 7]
-    assert all(map(torch.equal, before, whole_buffers(case.pool)))
+    assert all(map(np.array_equal, before, memory(case.pool)))
 
 
 def test_an_idle_rank_does_not_reach_our_backend(monkeypatch):

@@ -3,16 +3,9 @@
 import atexit
 import ctypes
 import gc
-import threading
-from types import SimpleNamespace
 
 import pytest
-
-#: --hicache-storage-backend-extra-config of stores in a folder; prefixes of one token are fetched too.
-STORE_CONFIGURATIONS = {
-    "file": '{"prefetch_threshold": 1}',
-    "nixl": '{"prefetch_threshold": 1, "plugin": {"posix": {"active": true}}, "use_direct_io": false}',
-}
+from tree_model import KINDS, build, pool_of, publish_server, request_pool
 
 
 @pytest.fixture(scope="session")
@@ -25,13 +18,8 @@ def process_group():
 
 
 @pytest.fixture
-def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
-    """`controller_of(pool, label=, store=)`: SGLang's controller for a pool, built by SGLang with our hooks.
-
-    `store` is the folder of the `file` backend. Another controller over the same folder represents a
-    restarted server or, with `rank`, another process of a server with `tp_size` or `pp_size`.
-    """
-    from host_tier import controller_over
+def host_server(no_reserve, published, monkeypatch):
+    """`host_server(...)`: `publish_server`, with our hooks; SGLang's context is put back at the end."""
     from sglang.srt.runtime_context import (
         SpawnRanks,
         get_parallel,
@@ -39,43 +27,55 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
         restore_context,
         snapshot_context,
     )
-    from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import hook_groups
 
     hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
     before = snapshot_context()
-    made = []
-
-    def build(pool, label="page_first", store=None, model_name="model", io_backend=None, rank=0, **sizes):
-        io_backend = io_backend or {"page_first": "kernel", "page_first_direct": "direct"}[label]
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, hicache_ratio=2.0,
-            page_size=pool.page_size, hicache_mem_layout=label, hicache_io_backend=io_backend,
-            hicache_storage_backend=store and "file", served_model_name=model_name, **sizes,
-        )  # fmt: skip
-        get_parallel().clear_stamp()  # set for the previous controller
-        publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
-        if store:
-            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
-        controller = controller_over(pool, process_group, io_backend, store and "file", model_name)
-        made.append(controller)
-        return controller
-
-    yield build
-    for controller in made:
-        if controller.enable_storage:
-            controller.detach_storage_backend()
+    yield lambda **arguments: publish_server(monkeypatch, **arguments)
     get_parallel().clear_stamp()  # SGLang's restore leaves the rank
     publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
     restore_context(before)
 
 
 @pytest.fixture
+def store(tmp_path):
+    """Folder of a store; SGLang makes it."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def controller_of(host_server, process_group):
+    """`controller_of(pool, label=, store=)`: SGLang's controller for a pool, built by SGLang with our hooks.
+
+    `store` is the folder of the `file` backend. Another controller over the same folder represents a
+    restarted server or, with `rank`, another process of a server with `tp_size` or `pp_size`.
+    """
+    from host_tier import IO_BACKENDS, controller_over
+
+    made = []
+
+    def make(pool, label="page_first", store=None, model_name="model", io_backend=None, **arguments):
+        io_backend = io_backend or IO_BACKENDS[label]
+        host_server(
+            page_size=pool.page_size, store=store, model_name=model_name, hicache_ratio=2.0,
+            hicache_mem_layout=label, hicache_io_backend=io_backend, **arguments,
+        )  # fmt: skip
+        made.append(controller_over(pool, process_group, io_backend, store and "file", model_name))
+        return made[-1]
+
+    yield make
+    for controller in made:
+        if controller.enable_storage:
+            controller.detach_storage_backend()
+
+
+@pytest.fixture
 def direct(controller_of):
     """`direct(layout, page_size=)`: a controller over a `MemoryStore` of direct_stores.py."""
-    from direct_stores import MemoryStore, tier_of
-    from host_tier import device_pool
+    from direct_stores import MemoryStore
+    from host_tier import tier_of
+    from pools import device_pool
 
     undo = []
 
@@ -168,202 +168,48 @@ def kernels(monkeypatch):
 
 
 @pytest.fixture
-def hybrid_of(no_reserve, published, process_group, monkeypatch):
-    """`hybrid_of(layout, ...)`: a `Model` of hybrid_tier.py, built by SGLang with our hooks."""
-    import hybrid_tier
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
-    from sglang.srt.server_args import ServerArgs
+def model_of(host_server, process_group, kernels):
+    """`model_of(kind, ...)`: a `Model` of tree_model.py, built by SGLang with our hooks.
 
-    from sgl_kvpool.sglang_plugin import hook_groups
+    `pages` and `slots` are those of the device; `states` names the states of a hybrid model.
+    """
+    from host_tier import IO_BACKENDS
 
-    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
-    before = snapshot_context()
-    made, in_gigabytes = [], []
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
-    def build(
-        layout="fp4", states="kda", arrangement="layer_major", page_size=1, *, tokens=32, slots=6,
-        label="page_first", store=None, sizes=None, policy="write_through", tree=None, drafts=(),
-        backend="file", **extra,
+    made, large = [], False
+
+    def make(
+        kind, layout="fp4", host="same", page_size=1, *, pages=32, slots=6, states="kda", tree=None,
+        arrangement="layer_major", label="page_first", ratio=2.0, **arguments,
     ):  # fmt: skip
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
-            hicache_mem_layout=label, hicache_write_policy=policy,
-            hicache_io_backend={"page_first": "kernel", "page_first_direct": "direct"}[label],
-            hicache_storage_backend=store and backend, served_model_name="model",
-            hicache_storage_backend_extra_config=store and STORE_CONFIGURATIONS[backend],
-            hicache_storage_prefetch_policy="wait_complete", **(sizes or {"hicache_ratio": 2.0}),
-        )  # fmt: skip
-        get_parallel().clear_stamp()
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        if store:
-            monkeypatch.setenv(f"SGLANG_HICACHE_{backend.upper()}_BACKEND_STORAGE_DIR", str(store))
-        requests = hybrid_tier.request_pool(states, slots)
-        pool = hybrid_tier.hybrid_pool(
-            layout, requests.mamba_pool, arrangement, page_size, tokens * page_size, **extra
+        nonlocal large
+        kind = KINDS[kind]
+        if "hicache_size" not in arguments:
+            arguments["hicache_ratio"] = ratio
+        large |= "hicache_size" in arguments
+        args = host_server(
+            page_size=page_size, hicache_mem_layout=label, hicache_io_backend=IO_BACKENDS[label], **arguments
         )
-        packed = [
-            hybrid_tier.draft_pool(
-                kind, layout, requests.mamba_pool, page_size, tokens * page_size, extra.get("sparse", False)
-            )
-            for kind in drafts
-        ]
-        model = hybrid_tier.make_model(
-            args, process_group, pool, requests, page_size, monkeypatch, tree, packed
+        requests = request_pool(states, slots) if kind.hybrid else None
+        options = {"host_tier": HostTierOptions(layout="same" if host == layout else host)}
+        given = (kind, layout, page_size, pages, requests)
+        pool = pool_of(*given, arrangement=arrangement, **options)
+        # Drafts keep layer_major, whatever the target's arrangement.
+        packed, own = (
+            tuple(pool_of(*given, draft=draft, **({} if draft == "heads" else options)) for draft in drafts)
+            for drafts in (kind.packed, [kind.own] if kind.own else [])
         )
-        made.append(model)
-        in_gigabytes.extend(sizes or ())
-        return model
+        made.append(build(args, {"tp_cache_group": process_group}, pool, requests, packed, own, tree))
+        return made[-1]
 
-    yield build
+    yield make
     for model in made:
         if model.controller.enable_storage:
             model.controller.detach_storage_backend()
         # SGLang's registration would keep the tiers until the last test has ended.
         atexit.unregister(model.cache.shutdown)
-    if in_gigabytes:
+    if large:
         made.clear()
         del model
         gc.collect()
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    restore_context(before)
-
-
-@pytest.fixture
-def every(no_reserve, published, process_group, kernels, monkeypatch):
-    """`every(kind, ...)`: an `EveryByte` of every_model.py, built by SGLang with our hooks.
-
-    `automatic`: the arguments name no ratio, so that SGLang chooses 2 and lowers it.
-    """
-    from every_model import KINDS, build
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-
-    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
-    before, made = snapshot_context(), []
-
-    def model(
-        kind,
-        layout="fp4",
-        host=None,
-        page_size=64,
-        tree="rust",
-        pages=16,
-        slots=8,
-        ratio=2.0,
-        automatic=False,
-        store=None,
-    ):
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
-            hicache_mem_layout="page_first", hicache_io_backend="kernel",
-            hicache_write_policy="write_through", hicache_ratio=None if automatic else ratio,
-            hicache_storage_backend=store and "file", served_model_name="model",
-            hicache_storage_backend_extra_config=store and STORE_CONFIGURATIONS["file"],
-            hicache_storage_prefetch_policy="wait_complete",
-        )  # fmt: skip
-        get_parallel().clear_stamp()
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        if store:
-            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
-        # The chunk size of the model's kernels; there is no model config to derive it from.
-        monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda args: page_size)
-        with get_parallel().override(world_group=SimpleNamespace(cpu_group=process_group)):
-            found = build(
-                KINDS[kind], args, process_group, layout, host or layout, page_size, pages, slots, tree
-            )
-        made.append(found)
-        return found
-
-    yield model
-    for each in made:
-        if each.controller.enable_storage:
-            each.controller.detach_storage_backend()
-        atexit.unregister(each.cache.shutdown)
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    restore_context(before)
-
-
-@pytest.fixture
-def dense_of(no_reserve, published, process_group, monkeypatch):
-    """`dense_of(pages, ...)`: a `DenseModel` over a pool of `pages` pages, built by SGLang with our hooks."""
-    from types import SimpleNamespace
-
-    from dense_model import DenseModel
-    from host_tier import device_pool
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.hicache_auto_size import auto_size_hicache
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-
-    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
-    before = snapshot_context()
-    made = []
-
-    def build(pages, folder=None, attached=False, layout="fp4", page_size=4, tree=None, **arguments):
-        """`folder` is that of the `file` store, which the server gets at start if it is `attached`."""
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
-            hicache_storage_backend="file" if attached else None, served_model_name="model",
-            hicache_storage_backend_extra_config=STORE_CONFIGURATIONS["file"] if attached else None,
-            hicache_storage_prefetch_policy="wait_complete", **arguments,
-        )  # fmt: skip
-        args.resolve_once()
-        get_parallel().clear_stamp()
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        if folder is not None:
-            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
-        pool = device_pool(layout, page_size=page_size, pages=pages + 1, start_layer=0)
-        allocator = PagedTokenToKVPoolAllocator(
-            pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
-        )
-        params = CacheInitParams(
-            disable=False, req_to_token_pool=SimpleNamespace(size=4), token_to_kv_pool_allocator=allocator,
-            page_size=page_size, tree_components=(ComponentType.FULL,), tp_cache_group=process_group,
-            tree_core_backend=tree,
-        )  # fmt: skip
-        cache = UnifiedRadixCache(params)
-        world = SimpleNamespace(cpu_group=process_group)
-        with get_parallel().override(world_group=world), auto_size_hicache(params, None, enabled=True):
-            cache.init_hicache(args, params)
-        cache.load_back_threshold = 1
-        assert isinstance(cache.load_cache_event, type(threading.Event()))
-        made.append(DenseModel(cache, pool, page_size))
-        return made[-1]
-
-    yield build
-    for model in made:
-        if model.controller.enable_storage:
-            model.controller.detach_storage_backend()
-        # SGLang's registration would keep the tiers until the last test has ended.
-        atexit.unregister(model.cache.shutdown)
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    restore_context(before)

@@ -3,7 +3,8 @@
 import ctypes
 
 import numpy as np
-from host_tier import GUARD, page_memory, slots
+from host_tier import page_memory, slots, tier_of
+from pools import GUARD
 
 KEYS = [f"{n}" * 64 for n in range(4)]
 PUT, GOT = [3, 1, 4, 0], [0, 5, 2, 6]
@@ -40,10 +41,6 @@ class MemoryStore:
             if not failed:
                 ctypes.memmove(address, self.pages[key].ljust(size, b"\0"), size)
         return [not failed for failed in bad]
-
-
-def tier_of(controller):
-    return controller.mem_pool_host.anchor_entry.host_pool
 
 
 def filled(tier, seed=3):

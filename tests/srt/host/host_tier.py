@@ -1,35 +1,14 @@
 """Host tiers of small real pools; the bytes of pool and tier are found with numpy alone."""
 
-import itertools
 import math
 import threading
 
-import numpy as np
 import torch
-from codec_oracle import LAYOUTS, ROW_BYTES
+from pools import GUARD, LAYERS
 
-LAYERS, START, PAGES = 3, 5, 5  # page 0 takes the writes of padded tokens
-ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
-LABELS = ["page_first", "page_first_direct"]
-CASES = list(itertools.product(LAYOUTS, ARRANGEMENTS, [1, 2, 61, 64, 128]))
-#: Axes in memory, outermost first.
-ORDER = {"layer_major": "LBNC", "token_major": "BNLC", "page_major": "BLNC"}
-GUARD = 0xEE
-
-
-def device_pool(layout, arrangement="layer_major", page_size=4, pages=PAGES, layers=LAYERS, **extra):
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
-
-    chosen = {name: extra.pop(name) for name in ("k_scales", "readers", "host_tier") if name in extra}
-    shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
-    return LayoutMLATokenToKVPool(
-        size=(pages - 1) * page_size, page_size=page_size,
-        dtype={"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[shown],
-        options=PoolOptions(layout, arrangement=arrangement, **chosen),
-        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": layers, "device": "cpu",
-           "enable_memory_saver": False, "start_layer": START, **extra},
-    )  # fmt: skip
+#: Labels of SGLang's host pools, with an io backend that SGLang's argument check leaves beside them.
+IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct"}
+LABELS = [*IO_BACKENDS]
 
 
 def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
@@ -39,25 +18,6 @@ def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
     tier = HierarchicalMLAHostPool(pool, ratio, host_size, pool.page_size, label, **extra)
     page_memory(tier)[...] = GUARD
     return tier
-
-
-def memory(pool):
-    """The bytes of a pool, one flat array per buffer."""
-    if pool.cross_layer is None:
-        return [layer.view(torch.uint8).view(-1).numpy() for layer in pool.kv_buffer]
-    return [pool.cross_layer.view(-1).numpy().view(np.uint8)]
-
-
-def rows(pool):
-    """The rows of a pool as `[layers, pages, tokens, row_bytes]`, writable views made without torch."""
-    order, row = ORDER[pool.kv_cache_arrangement.value], ROW_BYTES[pool.kv_cache_layout.value]
-    flat = memory(pool)
-    sizes = {"L": pool.layer_num, "N": pool.page_size, "C": row}
-    sizes["B"] = sum(map(len, flat)) // (pool.layer_num * pool.page_size * row)
-    if order[0] == "L":
-        return [layer.reshape(sizes["B"], pool.page_size, row) for layer in flat]
-    grid = flat[0].reshape([sizes[axis] for axis in order])
-    return list(grid.transpose([order.index(axis) for axis in "LBNC"]))
 
 
 def host_bytes(tier):
@@ -83,13 +43,6 @@ def stride_bytes(layers, page_size, row_bytes):
     return aligned if aligned * 100 <= rows_bytes * 103 else up(math.lcm(16, page_size))
 
 
-def fill(pool, seed=0):
-    """Different bytes in every row of every layer."""
-    generator = np.random.default_rng(seed)
-    for layer in rows(pool):
-        layer[...] = generator.integers(0, 256, layer.shape, dtype=np.uint8)
-
-
 def controller_over(pool, process_group, io_backend, store=None, model_name="model"):
     """SGLang's controller of a pool, whose host tier SGLang builds; `store` names a backend of stores."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -108,6 +61,11 @@ def controller_over(pool, process_group, io_backend, store=None, model_name="mod
         io_backend=io_backend, storage_backend=store, model_name=model_name,
         transfer_layer_id_max=pool.layer_num,
     )  # fmt: skip
+
+
+def tier_of(controller):
+    """Host tier of rows of a controller."""
+    return controller.mem_pool_host.anchor_entry.host_pool
 
 
 def slots(pages, page_size):

@@ -3,7 +3,8 @@
 import numpy as np
 import sharing_ranks
 import torch.distributed as dist
-from host_tier import fill, memory, page_memory
+from host_tier import page_memory
+from pools import fill, memory
 from rank_processes import go_through
 from sharing_ranks import RANKS, Rank
 

@@ -4,7 +4,6 @@
 ranks, over gloo, and writes the results. A rank that waits for others in vain ends after a minute.
 """
 
-import threading
 import time
 from collections import Counter
 from datetime import timedelta
@@ -12,15 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from codec_oracle import ROW_BYTES, narrower
-from dense_model import DenseModel
-from host_tier import ARRANGEMENTS, LAYOUTS, device_pool
+from pools import device_pool
 from rank_processes import go_through
 from test_hybrid_stores import begin_fetch, fetch, files, stored
 from test_hybrid_tree import break_backups, prompt
-from tree_model import Request
+from tree_model import KINDS, Request, build, heads_pool, pool_of, publish_server
 
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -30,13 +27,6 @@ SHORT, LONGER, OTHER = prompt(8), prompt(28), prompt(20, 500)
 SEEDS, STEPS = range(3), 150
 #: Seconds that a slow rank adds to each transfer.
 SLOW = 0.2
-
-
-def draft_pool(layout, page_size, host_tier, layers=1):
-    return device_pool(
-        layout, page_size=page_size, pages=TOKENS // page_size + 1, layers=layers, start_layer=0,
-        host_tier=host_tier,
-    )  # fmt: skip
 
 
 class Rank:
@@ -65,44 +55,15 @@ class Rank:
         ratio=1.0,
         drafts=0,
     ):
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
-        from sglang.srt.server_args import ServerArgs
-
-        from sgl_kvpool.sglang_plugin.options import HOST_SHARING
-
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
-            hicache_ratio=ratio, hicache_storage_backend=store and "file", served_model_name="model",
-            hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
-            hicache_storage_prefetch_policy="wait_complete", tp_size=RANKS,
+        args = publish_server(
+            self.patch, rank=self.rank, page_size=page_size, store=store, shared="node", hicache_ratio=ratio,
+            tp_size=RANKS,
         )  # fmt: skip
-        setattr(args, HOST_SHARING.attribute, "node")
-        get_parallel().clear_stamp()
-        publish(args, role="scheduler", ranks=SpawnRanks(self.rank, None, 0))
-        self.patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
-        pool = device_pool(
-            layout, arrangement, page_size=page_size, pages=TOKENS // page_size + 1,
-            start_layer=0, host_tier=HostTierOptions(host, sharing="node"),
-        )  # fmt: skip
+        given = KINDS["dense"], layout, page_size, TOKENS // page_size
+        options = {"host_tier": HostTierOptions(host, sharing="node")}
         # Drafts keep layer_major, whatever the target's arrangement.
-        packed = tuple(draft_pool(layout, page_size, pool.host_tier) for _ in range(drafts))
-        allocator = PagedTokenToKVPoolAllocator(
-            pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
-        )
-        params = CacheInitParams(
-            disable=False, req_to_token_pool=SimpleNamespace(size=4), token_to_kv_pool_allocator=allocator,
-            page_size=page_size, tree_components=(ComponentType.FULL,),
-            mtp_draft_device_pools=packed, **self.groups,
-        )  # fmt: skip
-        cache = UnifiedRadixCache(params)
-        cache.init_hicache(args, params)
-        cache.load_back_threshold = 1
-        assert isinstance(cache.load_cache_event, type(threading.Event()))
-        return DenseModel(cache, pool, page_size, packed)
+        packed = tuple(pool_of(*given, draft="dense", **options) for _ in range(drafts))
+        return build(args, self.groups, pool_of(*given, arrangement=arrangement, **options), packed=packed)
 
     def run(self, case):
         """The result of a case on this rank, with the failures that were counted."""
@@ -262,7 +223,7 @@ def other_list(rank):
                 patched.setattr(model.controller, "load", astray)
             lengths = [len(queued), model.check(LONGER)]
         # Queued before the disagreement and started after the tier ended.
-        assert np.array_equal(model.row_bytes(queued), model.row_bytes_of(OTHER))
+        model.verify(OTHER, queued)
         model.evict()
         lengths.append(model.check(OTHER))
         return {"lengths": lengths, "detail": ranks.details.get("tier_disagreement")}
@@ -451,31 +412,28 @@ def own_draft(pool_of):
 
 
 def with_rows(target):
-    return draft_pool(target.kv_cache_layout.value, target.page_size, target.host_tier, layers=2)
-
-
-def with_heads(target):
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    return MHATokenToKVPool(
-        size=target.size, page_size=target.page_size, dtype=torch.bfloat16, head_num=2, head_dim=16,
-        layer_num=1, device="cpu", enable_memory_saver=False,
+    return device_pool(
+        target.kv_cache_layout.value, page_size=PAGE_SIZE, size=target.size, layers=2, start_layer=0,
+        host_tier=target.host_tier,
     )  # fmt: skip
 
 
-#: The narrowest host layout of each layout that has one.
-NARROWER = {layout: min(hosts, key=ROW_BYTES.get) for layout in LAYOUTS if (hosts := narrower(layout))}
+def with_heads(target):
+    return heads_pool(size=target.size, page_size=target.page_size)
+
+
+#: Where rows lie decides which bytes a rank copies, not what they are: a layout per arrangement, and one with
+#: rows that are narrower on the host.
+PLACED = {"layer_major": "fp8", "token_major": "fp8_block_scale", "page_major": "fp4"}
+WIDE, NARROW = "bf16", min(narrower("bf16"), key=ROW_BYTES.get)
 CASES = {
-    **{f"{layout}-{arrangement}": there_and_back(layout, arrangement)
-       for layout in LAYOUTS for arrangement in ARRANGEMENTS},
-    **{f"{layout}-on-{host}": there_and_back(layout, "token_major", host)
-       for layout, host in NARROWER.items()},
+    **{arrangement: there_and_back(layout, arrangement) for arrangement, layout in PLACED.items()},
+    "narrower": there_and_back(WIDE, "token_major", NARROW),
     **{f"pages-of-{size}": there_and_back("fp4", "page_major", page_size=size) for size in (1, 2)},
     **{f"slow-{rank}-{direction}": slow(rank, direction)
-       for rank in range(RANKS) for direction in ("to_host", "to_device")},
-    **{f"draft-{layout}": there_and_back(layout, "token_major", drafts=1) for layout in LAYOUTS},
-    **{f"draft-{layout}-on-{host}": there_and_back(layout, "layer_major", host, drafts=1)
-       for layout, host in NARROWER.items()},
+       for rank in (0, 2) for direction in ("to_host", "to_device")},
+    "draft": there_and_back("fp8", "token_major", drafts=1),
+    "draft-narrower": there_and_back(WIDE, "layer_major", NARROW, drafts=1),
     "two-drafts": there_and_back("fp4", "page_major", drafts=2),
     **{f"lost-{rank}": lost(rank) for rank in range(RANKS)},
     **{f"lost-draft-{rank}": lost(rank, drafts=1) for rank in range(RANKS)},

@@ -1,7 +1,7 @@
 """SGLang's automatic ratio (`hicache_auto_size`): rows, index keys, states and drafts fit into its budget."""
 
 import pytest
-from every_model import KINDS
+from tree_model import KINDS
 
 FRACTION = 0.8  # the default of --hicache-host-memory-fraction
 SLACK = 0.05  # SGLang's
@@ -26,15 +26,15 @@ def ratio_in_use():
 
 @pytest.mark.parametrize("host", ["bf16", "fp4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ratio_is_lowered_until_all_pools_fit(every, free_memory, kind, host):
+def test_the_ratio_is_lowered_until_all_pools_fit(model_of, free_memory, kind, host):
     """Measured by the tensors: whatever the ratio, all pools take the budget, and not much less of it."""
     free_memory(1 << 40)
-    plenty = every(kind, "bf16", host, pages=64, slots=64, automatic=True)
+    plenty = model_of(kind, "bf16", host, 64, pages=64, slots=64, ratio=None)
     assert ratio_in_use() == 2.0
     wanted = plenty.host_bytes
     budget = 0.6 * wanted
     free_memory(budget / FRACTION)
-    fitting = every(kind, "bf16", host, pages=64, slots=64, automatic=True)
+    fitting = model_of(kind, "bf16", host, 64, pages=64, slots=64, ratio=None)
     assert ratio_in_use() < 2.0
     # A page more in each pool, which SGLang adds, is part of its slack.
     assert (1 - 2 * SLACK) * budget < fitting.host_bytes <= budget
@@ -43,14 +43,14 @@ def test_the_ratio_is_lowered_until_all_pools_fit(every, free_memory, kind, host
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "DSA" in kind or "heads" in kind])
-def test_a_given_ratio_that_does_not_fit_names_the_arguments(every, free_memory, kind):
+def test_a_given_ratio_that_does_not_fit_names_the_arguments(model_of, free_memory, kind):
     """Where only the rows fit: SGLang's errors about index keys and drafts name no argument."""
     from sgl_kvpool.srt.host.memory import HostTierTooLarge
 
     free_memory(1 << 40)
-    plenty = every(kind, "bf16", "fp4")
+    plenty = model_of(kind, "bf16", "fp4", 64)
     rows = plenty.host_pools[0]
     taken = rows.size * rows.size_per_token
     free_memory(taken)
     with pytest.raises(HostTierTooLarge, match=r"needs \d+\.\d+ GB for \d+ tokens .*smaller --hicache-"):
-        every(kind, "bf16", "fp4")
+        model_of(kind, "bf16", "fp4", 64)

@@ -6,26 +6,9 @@ from types import MethodType
 import numpy as np
 import pytest
 import torch
-from host_tier import (
-    ARRANGEMENTS,
-    GUARD,
-    LABELS,
-    LAYERS,
-    LAYOUTS,
-    ROW_BYTES,
-    START,
-    backup,
-    device_pool,
-    fill,
-    host_bytes,
-    memory,
-    rows,
-    slots,
-)
-
-
-def tier_of(controller):
-    return controller.mem_pool_host.anchor_entry.host_pool
+from codec_oracle import LAYOUTS, ROW_BYTES
+from host_tier import LABELS, backup, host_bytes, slots, tier_of
+from pools import ARRANGEMENTS, GUARD, LAYERS, START, device_pool, fill, memory, rows
 
 
 def pages(slots_of_pages, page_size=4):
@@ -64,7 +47,6 @@ def test_backed_up_and_loaded_elsewhere(controller_of, counting, layout, arrange
 
 
 def test_pools_without_a_layout_keep_sglangs_tier(controller_of, monkeypatch):
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     built = []
@@ -78,12 +60,8 @@ def test_pools_without_a_layout_keep_sglangs_tier(controller_of, monkeypatch):
 
     # From here on SGLang's own pool needs a CUDA driver.
     monkeypatch.setattr(MLATokenToKVPoolHost, "init_kv_buffer", stop)
-    stock = MLATokenToKVPool(
-        8, 4, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=1, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
     with pytest.raises(Built):
-        controller_of(stock)
+        controller_of(device_pool("bf16", stock=True))
     assert built == [MLATokenToKVPoolHost]
 
 

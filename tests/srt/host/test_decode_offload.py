@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from host_tier import GUARD, LAYOUTS, device_pool, fill, host_bytes, rows, slots
+from codec_oracle import LAYOUTS
+from host_tier import host_bytes, slots
+from pools import GUARD, device_pool, fill, rows
 
 PAGE_SIZE = 4
 

@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from direct_stores import GOT, KEYS, PUT, Operation, filled, get, put, tier_of
-from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, page_memory, slots, stride_bytes
+from codec_oracle import LAYOUTS, ROW_BYTES
+from direct_stores import GOT, KEYS, PUT, Operation, filled, get, put
+from host_tier import page_memory, slots, stride_bytes, tier_of
+from pools import GUARD, LAYERS
 
 #: Layouts with different row sizes; page sizes include 61, a prime.
 CASES = list(itertools.product(["bf16", "fp4"], [1, 2, 61, 64]))

@@ -10,22 +10,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dsa_pools import (
+from codec_oracle import LAYOUTS
+from host_tier import IO_BACKENDS, LABELS, host_pool, slots, stride_bytes
+from pools import DSA_PAGE as PAGE
+from pools import (
     GUARD,
     INDEX_BYTES,
     INDEX_PAGE_BYTES,
     LAYERS,
-    LAYOUTS,
-    PAGE,
+    assert_holds,
+    copied,
     dsa_pool,
+    dsa_row_bytes,
     fill,
     guard,
-    index_pages,
-    row_bytes,
-    rows,
 )
-from host_tier import LABELS, host_pool, slots, stride_bytes
-from test_dsa_tier import BIG, IO_BACKENDS, SHARED, pages_of
+from test_dsa_tier import BIG, SHARED
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
 
@@ -45,7 +45,7 @@ def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, l
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 
     pool = dsa_pool(layout, **SHARED)
-    was_rows, was = fill(pool)
+    was = fill(pool)
     anchor = host_pool(pool, label)
     decl = make_dsa_indexer_pool_decl(pool)
     indexer = decl.host_pool_builder.build(
@@ -63,17 +63,15 @@ def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, l
     indexer.backup_from_device_all_layer(pool, *lists, IO_BACKENDS[label])
     expected = np.full_like(host, GUARD)
     for place, index in enumerate((0, 2)):
-        expected[[0, 3], place] = was[index][[4, 1]]
+        expected[[0, 3], place] = was["index", index + 2][[4, 1]]
     assert np.array_equal(host, expected)
     guard(pool)
     for index in range(LAYERS):
         indexer.load_to_device_per_layer(pool, *lists, index, IO_BACKENDS[label])
     assert kernels == [EXPECTED[label][0], *[EXPECTED[label][1]] * 2]  # none for layer 3, without index keys
-    for index in (0, 2):
-        assert np.array_equal(index_pages(pool)[index][[4, 1]], was[index][[4, 1]])
-        assert (index_pages(pool)[index][[0, 2, 3]] == GUARD).all()
-    assert all((part == GUARD).all() for part in rows(pool))
-    assert not np.array_equal(was_rows[0], rows(pool)[0])
+    for (what, _), part in was.items():
+        part[[0, 2, 3] if what == "index" and len(part) else slice(None)] = GUARD
+    assert_holds(pool, was)
 
 
 @pytest.mark.parametrize(("label", "io_backend"), [("page_first", "direct"), ("page_first_direct", "kernel")])
@@ -97,32 +95,16 @@ def test_other_pairs_are_unknown_to_sglangs_pool(kernels, label, io_backend):
 
 
 @pytest.fixture
-def stack_of(kernels, published, process_group):
+def stack_of(kernels, host_server, process_group):
     """`stack_of(pool, label, drafts)`: the pools that SGLang's strategy for DSA builds, with our hooks."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-
-    hook_groups.apply(hook_groups.named("host tier"))
-    before = snapshot_context()
 
     def build(pool, label="page_first", drafts=()):
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, hicache_ratio=2.0,
-            page_size=PAGE, hicache_mem_layout=label, hicache_io_backend=IO_BACKENDS[label],
-        )  # fmt: skip
-        get_parallel().clear_stamp()
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        args = host_server(
+            page_size=PAGE, hicache_ratio=2.0, hicache_mem_layout=label, hicache_io_backend=IO_BACKENDS[label]
+        )
         allocator = PagedTokenToKVPoolAllocator(
             pool.size, page_size=PAGE, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
         )
@@ -139,10 +121,7 @@ def stack_of(kernels, published, process_group):
         hybrid_pool_assembler._check_declared_pools_present(kvcache=pool, result=result, strategy=strategy)
         return result
 
-    yield build
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    restore_context(before)
+    return build
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -170,25 +149,21 @@ def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
         return [PoolTransfer(name=PoolName.INDEXER, indices_from_pool=PoolName.KV)]
 
     controller = result.cache_controller
-    was_rows, was_index = fill(pool)
+    was = fill(pool)
     taken = controller.mem_pool_device_allocator.alloc(2 * PAGE)
     kept = controller.write(taken, node_id=1, extra_pools=beside())
-    moved = 2 * (stride_bytes(LAYERS, PAGE, row_bytes(layout)) + PAGE * 2 * INDEX_BYTES)
+    moved = 2 * (stride_bytes(LAYERS, PAGE, dsa_row_bytes(layout)) + PAGE * 2 * INDEX_BYTES)
     assert controller.ack_write_queue[0].num_bytes == moved
     guard(pool)
+    wanted = copied(pool)
     found = controller.load(kept, node_id=1, extra_pools=beside())
     assert controller.start_loading() >= 0
     here, there = (each[::PAGE].div(PAGE, rounding_mode="floor").tolist() for each in (taken, found))
     assert not set(here) & set(there)
-    for now, was in zip(rows(pool), was_rows, strict=True):
-        expected = np.full_like(was, GUARD)
-        pages_of(expected)[there] = pages_of(was)[here]
-        assert np.array_equal(now, expected)
-    for now, was in zip(index_pages(pool), was_index, strict=True):
-        expected = np.full_like(was, GUARD)
-        if len(was):
-            expected[there] = was[here]
-        assert np.array_equal(now, expected)
+    for name, part in was.items():
+        if len(part):
+            wanted[name][there] = part[here]
+    assert_holds(pool, wanted)
     assert kernels == [EXPECTED[label][0], *[EXPECTED[label][1]] * 2]
 
 
@@ -200,13 +175,13 @@ def test_index_keys_beside_a_narrower_tier(stack_of, layout, host):
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     def sizes(options):
-        pool = dsa_pool(layout, options=options, **BIG)
+        pool = dsa_pool(layout, **options, **BIG)
         entries = stack_of(pool).host_pool_group.entry_map
         return [entries[name].host_pool for name in (PoolName.KV, PoolName.INDEXER)]
 
     same, _ = sizes({})
     narrower, indexer = sizes({"host_tier": HostTierOptions(layout=host)})
-    ratio = row_bytes(layout) / row_bytes(host)
+    ratio = dsa_row_bytes(layout) / dsa_row_bytes(host)
     assert narrower.page_num == int(2 * BIG["size"] * ratio) // PAGE + 1 > same.page_num
     assert (indexer.size, indexer.page_num) == (narrower.size, narrower.page_num)
     assert len(indexer.index_k_with_scale_buffer) >= narrower.page_num
@@ -227,13 +202,14 @@ def test_packed_drafts_have_rows_and_index_keys(stack_of, kernels, layout):
         return [PoolTransfer(name=PoolName.INDEXER, indices_from_pool=PoolName.KV)]
 
     fill(pool)
-    (was_rows,), (was_index,) = fill(draft, seed=1)
+    was = fill(draft, seed=1)
     taken = controller.mem_pool_device_allocator.alloc(PAGE)
     kept = controller.write(taken, node_id=1, extra_pools=beside())
     guard(draft)
+    wanted = copied(draft)
     found = controller.load(kept, node_id=1, extra_pools=beside())
     controller.start_loading()
     here, there = int(taken[0]) // PAGE, int(found[0]) // PAGE
-    assert np.array_equal(pages_of(rows(draft)[0])[there], pages_of(was_rows)[here])
-    assert np.array_equal(index_pages(draft)[0][there], was_index[here])
-    assert (np.delete(pages_of(rows(draft)[0]), there, axis=0) == GUARD).all()
+    for name, part in was.items():
+        wanted[name][there] = part[here]
+    assert_holds(draft, wanted)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from every_model import KINDS
-from host_tier import LAYOUTS
+from codec_oracle import LAYOUTS
 from test_hybrid_stores import fetch, stored
+from tree_model import KINDS
 
 TREES = ["rust", "python"]
 
@@ -26,9 +26,9 @@ def family(page_size):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(("kind", "page_size"), CASES)
-def test_two_suffixes_of_a_prefix(every, kind, page_size, tree):
+def test_two_suffixes_of_a_prefix(model_of, kind, page_size, tree):
     """The tree splits the first prompt's node: on the device, and again where it is on the host only."""
-    model = every(kind, page_size=page_size, tree=tree)
+    model = model_of(kind, page_size=page_size, tree=tree, pages=16)
     prefix, one, two, other = family(page_size)
     for tokens in (one, two, other):
         model.put(tokens)
@@ -48,8 +48,8 @@ def test_two_suffixes_of_a_prefix(every, kind, page_size, tree):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(("kind", "page_size"), CASES)
-def test_a_split_while_the_backup_runs(every, kind, page_size, tree):
-    model = every(kind, page_size=page_size, tree=tree)
+def test_a_split_while_the_backup_runs(model_of, kind, page_size, tree):
+    model = model_of(kind, page_size=page_size, tree=tree, pages=16)
     _, one, two, _ = family(page_size)
     model.put(one, settle=False)
     model.put(two, settle=False)
@@ -60,8 +60,8 @@ def test_a_split_while_the_backup_runs(every, kind, page_size, tree):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
-def test_narrower_hosts_return_the_round_trip(every, kind, host):
-    model = every(kind, "bf16", host)
+def test_narrower_hosts_return_the_round_trip(model_of, kind, host):
+    model = model_of(kind, "bf16", host, 64, pages=16)
     _, one, two, _ = family(64)
     for tokens in (one, two):
         model.put(tokens)
@@ -72,10 +72,12 @@ def test_narrower_hosts_return_the_round_trip(every, kind, host):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(("kind", "page_size"), CASES)
-def test_any_order_of_prompts_and_evictions(every, kind, page_size, tree):
+def test_any_order_of_prompts_and_evictions(model_of, kind, page_size, tree):
     """A random walk: whatever is found is right."""
     seed = 2 * CASES.index((kind, page_size)) + TREES.index(tree)
-    model = every(kind, LAYOUTS[seed % len(LAYOUTS)], page_size=page_size, tree=tree, ratio=4.0)
+    model = model_of(
+        kind, LAYOUTS[seed % len(LAYOUTS)], page_size=page_size, tree=tree, ratio=4.0, pages=16, slots=8
+    )
     generator = np.random.default_rng(seed)
     prefix, one, two, other = family(page_size)
     known, found = [prefix, one, two, other, one + other, two + prefix], 0
@@ -92,10 +94,10 @@ def test_any_order_of_prompts_and_evictions(every, kind, page_size, tree):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restarted_server_reads_everything_from_the_store(every, tmp_path, kind):
+def test_a_restarted_server_reads_everything_from_the_store(model_of, tmp_path, kind):
     _, one, two, _ = family(64)
-    stored(every(kind, store=tmp_path), one, two)
-    again = every(kind, store=tmp_path)
+    stored(model_of(kind, page_size=64, pages=16, store=tmp_path), one, two)
+    again = model_of(kind, page_size=64, pages=16, store=tmp_path)
     for tokens in (two, one):
         fetch(again, tokens)
         assert again.check(tokens) == len(tokens)

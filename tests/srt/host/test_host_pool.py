@@ -3,28 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from host_tier import (
+from codec_oracle import LAYOUTS, ROW_BYTES
+from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, slots, stride_bytes
+from pools import (
     ARRANGEMENTS,
-    CASES,
+    DSA_CASES,
     GUARD,
-    LABELS,
     LAYERS,
-    LAYOUTS,
     PAGES,
-    ROW_BYTES,
     START,
-    backup,
+    assert_holds,
     device_pool,
+    dsa_pool,
     fill,
-    host_bytes,
-    host_pool,
-    load,
+    layer_ids,
     memory,
-    page_memory,
     rows,
-    slots,
-    stride_bytes,
-)
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
 MARGIN = 4096
@@ -50,29 +45,44 @@ def margins(monkeypatch):
     return lambda: bool(around) and all(bool((part == GUARD).all()) for pair in around for part in pair)
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize(("layout", "arrangement", "page_size"), CASES)
-def test_round_trip(margins, layout, arrangement, page_size, label):
-    """Bit for bit; the source and every byte of other pages stay unchanged."""
-    pool = device_pool(layout, arrangement, page_size)
-    fill(pool)
-    tier = host_pool(pool, label)
-    before, was = [layer.copy() for layer in rows(pool)], [part.copy() for part in memory(pool)]
+#: Pools: arrangements and page sizes decide which bytes are copied at once, layouts and geometries the rows.
+POOLS = [
+    *((device_pool, layout, {"arrangement": arrangement, "page_size": page_size})
+      for layout in LAYOUTS for arrangement in ARRANGEMENTS for page_size in (1, 61, 64)),
+    # The second layer reuses the first layer's top-k, and has no index keys.
+    *((dsa_pool, layout, {"rank": rank, "rope": rope, "size": 256, "skip_topk_layers": [False, True, False]})
+      for layout, rank, rope in DSA_CASES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "make", "layout", "arguments"), [(n, *case) for n, case in enumerate(POOLS)]
+)
+def test_round_trip(margins, number, make, layout, arguments):
+    """Bit for bit; the source, index keys and every byte of other pages stay unchanged."""
+    make, layout, arguments = POOLS[number]
+    pool = make(layout, **arguments)
+    was, tier = fill(pool), host_pool(pool, LABELS[number % 2])
+    page_size, row_bytes = pool.page_size, rows(pool)[0].shape[-1]
+    assert tier.page_bytes == LAYERS * page_size * row_bytes
+    assert tier.get_size_per_token() == stride_bytes(LAYERS, page_size, row_bytes) // page_size
     there, taken = [5, 0, 3], [2, 4, 1]
     backup(tier, there, taken)
-    assert all(np.array_equal(a, b) for a, b in zip(memory(pool), was, strict=True))
-    expected = np.full((tier.page_num, LAYERS, page_size, ROW_BYTES[layout]), GUARD, dtype=np.uint8)
-    for layer in range(LAYERS):
-        expected[there, layer] = before[layer][taken]
+    assert_holds(pool, was)
+    expected = np.full((tier.page_num, LAYERS, page_size, row_bytes), GUARD, dtype=np.uint8)
+    for place, layer_id in enumerate(layer_ids(pool)):
+        expected[there, place] = was["rows", layer_id][taken]
     assert np.array_equal(host_bytes(tier), expected)
 
-    for part in memory(pool):
+    for part in rows(pool):
         part[...] = GUARD
     load(tier, [3, 5], [4, 1])
-    for layer in range(LAYERS):
-        back = np.full_like(before[layer], GUARD)
-        back[[4, 1]] = before[layer][[1, 2]]
-        assert np.array_equal(rows(pool)[layer], back)
+    for layer_id in layer_ids(pool):
+        part = was["rows", layer_id]
+        back = part[[1, 2]].copy()
+        part[...] = GUARD
+        part[[4, 1]] = back
+    assert_holds(pool, was)
     assert np.array_equal(host_bytes(tier), expected)
     assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # padding and the place of the checksum
     assert margins()
@@ -145,14 +155,8 @@ def test_drafts_that_cannot_be_packed():
 
 
 def test_pools_that_are_not_ours():
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    stock = MLATokenToKVPool(
-        8, 4, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=1, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
     with pytest.raises(TypeError, match="not MLATokenToKVPool"):
-        host_pool(stock)
+        host_pool(device_pool("bf16", stock=True))
 
 
 # ------------------------------------------------------------------ SGLang's allocator of host slots

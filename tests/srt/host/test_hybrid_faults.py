@@ -9,8 +9,8 @@ from test_hybrid_tree import TREES, break_backups, prompt
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("which", ["rows", "states"])
-def test_a_lost_backup_is_a_miss_of_both(hybrid_of, failures, monkeypatch, which, tree):
-    model = hybrid_of(tree=tree)
+def test_a_lost_backup_is_a_miss_of_both(model_of, failures, monkeypatch, which, tree):
+    model = model_of("hybrid", tree=tree)
     short, longer = prompt(4), prompt(9)
     model.put(short)
     with monkeypatch.context() as patched:
@@ -35,8 +35,8 @@ def test_a_lost_backup_is_a_miss_of_both(hybrid_of, failures, monkeypatch, which
 
 
 @pytest.mark.parametrize("which", ["rows", "states"])
-def test_a_lost_backup_is_a_miss_of_index_keys_too(hybrid_of, kernels, failures, monkeypatch, which):
-    model = hybrid_of(page_size=64, sparse=True, drafts=("hybrid",))
+def test_a_lost_backup_is_a_miss_of_index_keys_too(model_of, failures, monkeypatch, which):
+    model = model_of("hybrid DSA, packed draft", page_size=64)
     short, longer = prompt(64), prompt(192)
     model.put(short)
     with monkeypatch.context() as patched:
@@ -44,9 +44,9 @@ def test_a_lost_backup_is_a_miss_of_index_keys_too(hybrid_of, kernels, failures,
         model.put(longer)
     assert failures()["backup_lost"] == 1
     model.evict()
-    before = [layer.copy() for layer in (*model.row_layers(), *model.index_layers())]
+    before = [layer.copy() for layer in (*model.row_layers, *model.index_layers)]
     model.check(longer, 0)
-    assert all(map(np.array_equal, before, (*model.row_layers(), *model.index_layers())))
+    assert all(map(np.array_equal, before, (*model.row_layers, *model.index_layers)))
     model.check(short, 64)
     model.check(longer, 64)
     model.put(longer)
@@ -54,25 +54,23 @@ def test_a_lost_backup_is_a_miss_of_index_keys_too(hybrid_of, kernels, failures,
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_freed_host_slots_are_a_miss_of_rows_and_states(hybrid_of, failures, which):
-    model = hybrid_of()
+def test_freed_host_slots_are_a_miss_of_rows_and_states(model_of, failures, which):
+    model = model_of("hybrid")
     model.put(prompt(4))
     model.put(prompt(9))
     model.evict()
     model.check(prompt(4), 4)
     model.tiers[which].slot_used[:] = False
-    free = [model.cache.token_to_kv_pool_allocator.available_size(),
-            model.requests.mamba_allocator.available_size()]  # fmt: skip
+    free = model.free()
     model.check(prompt(9), 4)
     assert failures() == {"load_pages": 1}
     assert model.controller.load_queue == []
-    assert free == [model.cache.token_to_kv_pool_allocator.available_size(),
-                    model.requests.mamba_allocator.available_size()]  # fmt: skip
+    assert free == model.free()
 
 
-def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(hybrid_of):
+def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(model_of):
     """SGLang returns the rows' slots; the request has the state of the prefix that it continues."""
-    model = hybrid_of()
+    model = model_of("hybrid")
     model.put(prompt(4))
     model.put(prompt(9))
     model.evict()
@@ -85,11 +83,11 @@ def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(hybrid_of):
 
 
 @pytest.mark.parametrize("given", [[5, 5], [0], [7]])
-def test_invalid_device_slots_of_states_are_refused(hybrid_of, failures, given):
+def test_invalid_device_slots_of_states_are_refused(model_of, failures, given):
     """Lists of SGLang's allocator: slot 0 takes writes of padded tokens, a repeated slot has two owners."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-    model = hybrid_of()
+    model = model_of("hybrid")
     rows, states = model.tiers
     states_there = torch.tensor(given)
     taken = model.cache.token_to_kv_pool_allocator.alloc(4)
@@ -106,9 +104,9 @@ def test_invalid_device_slots_of_states_are_refused(hybrid_of, failures, given):
     assert (model.controller.load_queue, model.controller.write_queue) == ([], [])
 
 
-def test_a_full_host_pool_of_states_backs_up_neither(hybrid_of):
+def test_a_full_host_pool_of_states_backs_up_neither(model_of):
     """SGLang evicts other states of the host first; if it cannot, the rows are not backed up either."""
-    model = hybrid_of(slots=8, tokens=64)
+    model = model_of("hybrid", slots=8, pages=64)
     rows, states = model.tiers
     taken = states.alloc(states.available_size())
     (entry,) = [e for e in model.controller.mem_pool_host.entries if e.host_pool is states]
@@ -124,8 +122,8 @@ def test_a_full_host_pool_of_states_backs_up_neither(hybrid_of):
     model.check(prompt(4), 4)
 
 
-def test_torch_carries_out_what_an_engine_could_not(hybrid_of, failures, caplog):
-    model = hybrid_of("fp8")
+def test_torch_carries_out_what_an_engine_could_not(model_of, failures, caplog):
+    model = model_of("hybrid", "fp8")
     states = model.tiers[1]
     broken(states._channels.to_host)
     broken(states._channels.to_device)
@@ -137,27 +135,27 @@ def test_torch_carries_out_what_an_engine_could_not(hybrid_of, failures, caplog)
     assert "broken on purpose" in caplog.text
 
 
-def test_states_whose_load_fails_twice_stop_the_server(hybrid_of, monkeypatch, caplog):
-    model = hybrid_of()
+def test_states_whose_load_fails_twice_stop_the_server(model_of, monkeypatch, caplog):
+    model = model_of("hybrid")
     model.put(prompt(4))
     model.evict()
     channels = model.tiers[1]._channels.to_device
     broken(channels)
     torch_too(channels, monkeypatch)
     with pytest.raises((OSError, AttributeError)):
-        model.serve(prompt(4))
+        model.check(prompt(4))
     assert "transfer of 2 pages to_device failed" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tree, policy):
+def test_whatever_fails_in_whatever_order(model_of, monkeypatch, page_size, tree, policy):
     """Prompts that share prefixes, pools that are too small, evictions on both sides, lost backups."""
     random = np.random.default_rng(page_size)
-    model = hybrid_of(
-        page_size=page_size, tokens=24, slots=7, tree=tree, sizes={"hicache_ratio": 1.2},
-        arrangement="page_major", policy=policy,
+    model = model_of(
+        "hybrid", page_size=page_size, pages=24, slots=7, tree=tree, ratio=1.2, arrangement="page_major",
+        hicache_write_policy=policy,
     )  # fmt: skip
     prompts, shorter, lengths, served = [], {}, [], 0
     for _ in range(70):

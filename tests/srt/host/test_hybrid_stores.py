@@ -10,11 +10,6 @@ import pytest
 from test_hybrid_tree import break_backups, prompt
 
 
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
 def begin_fetch(model, tokens):
     """Ask the store as the scheduler does for a waiting request; returns the request's handle."""
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
@@ -62,15 +57,17 @@ def files(store, states):
 
 @pytest.mark.parametrize("tree", ["rust", "python"])
 @pytest.mark.parametrize(("layout", "kind"), [("fp4", "kda"), ("bf16", "odd"), ("fp8", "three-convs")])
-def test_a_restarted_server_finds_prefixes(hybrid_of, store, layout, kind, tree):
+def test_a_restarted_server_finds_prefixes(model_of, store, layout, kind, tree):
     short, longer = prompt(8), prompt(16)
-    stored(hybrid_of(layout, kind, page_size=4, store=store, tree=tree), short, longer)
+    stored(model_of("hybrid", layout, states=kind, page_size=4, store=store, tree=tree), short, longer)
     assert (len(files(store, True)), len(files(store, False))) == (2, 4)
-    again = hybrid_of(layout, kind, page_size=4, store=store, arrangement="token_major", tree=tree)
+    again = model_of(
+        "hybrid", layout, states=kind, page_size=4, store=store, arrangement="token_major", tree=tree
+    )
     again.check(longer, 0)
     fetch(again, longer)
     again.check(longer, 16)
-    third = hybrid_of(layout, kind, page_size=4, store=store, tree=tree)
+    third = model_of("hybrid", layout, states=kind, page_size=4, store=store, tree=tree)
     fetch(third, prompt(12))  # the store has rows of 12 tokens, a state of 8
     third.check(prompt(12), 8)
 
@@ -93,11 +90,11 @@ def of_another_key(path):
 @pytest.mark.parametrize(
     ("change", "kind"), [(cut, "page_read"), (flip, "page_checksum"), (of_another_key, "page_checksum")]
 )
-def test_a_damaged_state_is_a_miss_of_its_prefix(hybrid_of, store, failures, change, kind):
+def test_a_damaged_state_is_a_miss_of_its_prefix(model_of, store, failures, change, kind):
     short, longer = prompt(8), prompt(16)
-    stored(hybrid_of(page_size=4, store=store), short, longer)
+    stored(model_of("hybrid", page_size=4, store=store), short, longer)
     change(files(store, True)[-1])
-    again = hybrid_of(page_size=4, store=store)
+    again = model_of("hybrid", page_size=4, store=store)
     fetch(again, longer)
     again.check(longer, 0)
     assert failures() == {kind: 1}
@@ -107,22 +104,22 @@ def test_a_damaged_state_is_a_miss_of_its_prefix(hybrid_of, store, failures, cha
     again.check(longer, 8)
 
 
-def test_a_state_that_is_not_there(hybrid_of, store, failures):
+def test_a_state_that_is_not_there(model_of, store, failures):
     """SGLang looks for the longest prefix that has a state."""
     short, longer = prompt(8), prompt(16)
-    stored(hybrid_of(page_size=4, store=store), short, longer)
+    stored(model_of("hybrid", page_size=4, store=store), short, longer)
     files(store, True)[-1].unlink()
-    again = hybrid_of(page_size=4, store=store)
+    again = model_of("hybrid", page_size=4, store=store)
     fetch(again, longer)
     again.check(longer, 8)
     assert failures() == {}
 
 
-def test_damaged_rows_are_a_miss_of_their_state(hybrid_of, store, failures):
+def test_damaged_rows_are_a_miss_of_their_state(model_of, store, failures):
     longer = prompt(16)
-    stored(hybrid_of(page_size=4, store=store), longer)
+    stored(model_of("hybrid", page_size=4, store=store), longer)
     flip(files(store, False)[2])
-    again = hybrid_of(page_size=4, store=store)
+    again = model_of("hybrid", page_size=4, store=store)
     fetch(again, longer)
     again.check(longer, 0)
     assert failures() == {"page_checksum": 1}
@@ -130,9 +127,9 @@ def test_damaged_rows_are_a_miss_of_their_state(hybrid_of, store, failures):
 
 
 @pytest.mark.parametrize("which", ["rows", "states"])
-def test_what_was_lost_in_its_backup_is_not_stored(hybrid_of, store, failures, monkeypatch, which):
+def test_what_was_lost_in_its_backup_is_not_stored(model_of, store, failures, monkeypatch, which):
     short, longer = prompt(8), prompt(16)
-    model = hybrid_of(page_size=4, store=store)
+    model = model_of("hybrid", page_size=4, store=store)
     model.put(short)
     with monkeypatch.context() as patched:
         break_backups(model.tiers[which == "states"], patched)
@@ -140,32 +137,32 @@ def test_what_was_lost_in_its_backup_is_not_stored(hybrid_of, store, failures, m
     assert failures() == {"backup": 1, "backup_lost": 1, "page_write": 1}
     assert len(files(store, True)) == (2 if which == "rows" else 1)
     assert len(files(store, False)) == (2 if which == "rows" else 4)
-    again = hybrid_of(page_size=4, store=store)
+    again = model_of("hybrid", page_size=4, store=store)
     fetch(again, longer)
     again.check(longer, 8)
 
 
-def test_other_states_or_rows_are_other_pages(hybrid_of, store):
+def test_other_states_or_rows_are_other_pages(model_of, store):
     """Equal rows with other states, and equal states with other rows, have other names."""
     tokens = prompt(8)
-    first = hybrid_of("fp4", "kda", page_size=4, store=store)
+    first = model_of("hybrid", "fp4", states="kda", page_size=4, store=store)
     stored(first, tokens)
     before = {f.name: f.read_bytes() for f in Path(store).iterdir()}
     for layout, kind in (("fp4", "three-convs"), ("bf16", "kda")):
-        other = hybrid_of(layout, kind, page_size=4, store=store)
+        other = model_of("hybrid", layout, states=kind, page_size=4, store=store)
         assert other.tiers[0].storage_format_tag != first.tiers[0].storage_format_tag
         fetch(other, tokens)
         other.check(tokens, 0)
         stored(other, tokens)
     assert all(Path(store, name).read_bytes() == raw for name, raw in before.items())
-    again = hybrid_of("fp4", "kda", page_size=4, store=store)
+    again = model_of("hybrid", "fp4", states="kda", page_size=4, store=store)
     fetch(again, tokens)
     again.check(tokens, 8)
 
 
-def test_a_state_that_cannot_be_written(hybrid_of, store, failures):
+def test_a_state_that_cannot_be_written(model_of, store, failures):
     """Its rows are stored without the state, and never matched at that length."""
-    model = hybrid_of(page_size=4, store=store)
+    model = model_of("hybrid", page_size=4, store=store)
 
     def full(key, value=None, *args):
         if key.endswith(".mamba"):
@@ -176,19 +173,19 @@ def test_a_state_that_cannot_be_written(hybrid_of, store, failures):
     stored(model, prompt(8))
     assert failures() == {"page_write": 1}
     assert (len(files(store, True)), len(files(store, False))) == (0, 2)
-    again = hybrid_of(page_size=4, store=store)
+    again = model_of("hybrid", page_size=4, store=store)
     fetch(again, prompt(8))
     again.check(prompt(8), 0)
 
 
 @pytest.mark.parametrize("name", ["_get_states", "_set_states"])
-def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
+def test_keys_and_slots_that_do_not_pair_up(model_of, failures, name):
     """SGLang passes equally many keys and slots. Other lists are refused, so no state gets a wrong key."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     from sgl_kvpool.sglang_plugin.hooks import state_tier
 
-    (tier, asked), io = (hybrid_of().tiers[1], []), getattr(state_tier, name)
+    (tier, asked), io = (model_of("hybrid").tiers[1], []), getattr(state_tier, name)
 
     def store(transfers, extra_info):
         asked.append(transfers)
@@ -207,7 +204,7 @@ def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
 
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
 @pytest.mark.parametrize("part", ["_conv_", "_temporal"])
-def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failures, layout, part):
+def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(model_of, store, failures, layout, part):
     """NIXL keeps each part of a state in its own file; one checksum covers all parts."""
     pytest.importorskip("nixl._api", reason="needs nixl and nixl-cu13")
     short, longer = prompt(8), prompt(16)
@@ -215,17 +212,17 @@ def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failure
     def parts():
         return {Path(base, name) for base, _, names in os.walk(store) for name in names if part in name}
 
-    stored(hybrid_of(layout, page_size=4, store=store, backend="nixl"), short)
+    stored(model_of("hybrid", layout, page_size=4, store=store, backend="nixl"), short)
     of_short = parts()
-    stored(hybrid_of(layout, page_size=4, store=store, backend="nixl"), longer)
+    stored(model_of("hybrid", layout, page_size=4, store=store, backend="nixl"), longer)
     (of_longer,) = parts() - of_short
     assert len(of_short) == 1
-    again = hybrid_of(layout, page_size=4, store=store, backend="nixl")
+    again = model_of("hybrid", layout, page_size=4, store=store, backend="nixl")
     fetch(again, longer)
     again.check(longer, 16)
     assert failures() == {}
     flip(of_longer)
-    third = hybrid_of(layout, page_size=4, store=store, backend="nixl")
+    third = model_of("hybrid", layout, page_size=4, store=store, backend="nixl")
     fetch(third, longer)
     third.check(longer, 0)
     assert failures() == {"page_checksum": 1}
@@ -233,9 +230,9 @@ def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failure
     third.check(longer, 8)
 
 
-def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
+def test_stores_that_copy_nothing_are_shown_the_states(model_of):
     """Mooncake registers and reads: one buffer, and an address in it per key and component."""
-    model = hybrid_of("fp8", "three-convs")
+    model = model_of("hybrid", "fp8", states="three-convs")
     model.put(prompt(3))
     tier = model.tiers[1]
     (used,) = np.flatnonzero(tier.slot_used.numpy())

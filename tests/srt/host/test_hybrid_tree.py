@@ -4,14 +4,13 @@ Some tests run with both of SGLang's tree cores: servers use the Rust core, and 
 absent.
 """
 
-import itertools
-
-import numpy as np
 import pytest
-import torch
-from host_tier import ARRANGEMENTS, LABELS, LAYOUTS, stride_bytes
-from hybrid_tier import STATES, Request
+from cases import crossed
+from codec_oracle import LAYOUTS
+from host_tier import LABELS, stride_bytes
+from pools import ARRANGEMENTS, STATES, device_pool, state_pool
 from test_controller import Broken, torch_too
+from tree_model import Request
 
 TREES = ["rust", "python"]
 
@@ -32,9 +31,9 @@ def break_backups(tier, patched):
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
-def test_prefixes_come_back_with_their_states(hybrid_of, layout, arrangement, tree):
-    model = hybrid_of(layout, arrangement=arrangement, tree=tree)
+@pytest.mark.parametrize(("layout", "arrangement"), crossed(LAYOUTS, ARRANGEMENTS))
+def test_prefixes_come_back_with_their_states(model_of, layout, arrangement, tree):
+    model = model_of("hybrid", layout, arrangement=arrangement, tree=tree)
     short, longer, other = prompt(4), prompt(9), prompt(4, 100)
     for tokens in (short, longer, other):
         model.put(tokens)
@@ -48,8 +47,8 @@ def test_prefixes_come_back_with_their_states(hybrid_of, layout, arrangement, tr
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("states", STATES)
-def test_states_of_all_kinds_in_pages(hybrid_of, states, label):
-    model = hybrid_of("fp8_block_scale", states, page_size=64, label=label)
+def test_states_of_all_kinds_in_pages(model_of, states, label):
+    model = model_of("hybrid", "fp8_block_scale", states=states, page_size=64, label=label)
     short, longer = prompt(128), prompt(256)
     model.put(short)
     model.put(longer)
@@ -59,61 +58,8 @@ def test_states_of_all_kinds_in_pages(hybrid_of, states, label):
     model.check(prompt(192), 128)
 
 
-@pytest.mark.parametrize("drafts", [("hybrid",), ("plain",), ("hybrid", "hybrid")])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_packed_drafts_come_back_too(hybrid_of, layout, drafts):
-    """Ring and Ling with MTP: SGLang lists a draft's hybrid pool, which has the target's states."""
-    model = hybrid_of(layout, drafts=drafts, arrangement="token_major")
-    assert model.tiers[0].layer_num == len(model.row_layers()) == 2 + len(drafts)
-    short, longer = prompt(4), prompt(9)
-    for tokens in (short, longer):
-        model.put(tokens)
-    model.evict()
-    for tokens in (short, longer):
-        model.check(tokens, len(tokens))
-
-
-@pytest.mark.parametrize("drafts", [(), ("hybrid",), ("plain",)])
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_index_keys_come_back_with_rows_and_states(hybrid_of, kernels, layout, label, drafts):
-    """Models with sparse attention, which SGLang serves with pages of 64 index keys: here, of 64 tokens."""
-    model = hybrid_of(layout, page_size=64, label=label, sparse=True, drafts=drafts)
-    assert len(model.index_layers()) == len(model.row_layers()) == 2 + len(drafts)
-    short, longer, other = prompt(128), prompt(256), prompt(64, 900)
-    for tokens in (short, longer, other):
-        model.put(tokens)
-    model.evict()
-    for tokens in (longer, other, short):
-        model.check(tokens, len(tokens))
-    model.evict()
-    model.check(prompt(192), 128)
-    assert kernels
-
-
-def test_a_narrower_host_tier_changes_rows_and_no_state(hybrid_of):
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.transfer.conversion import RowConversion
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    model = hybrid_of("bf16", host_tier=HostTierOptions(layout="fp4"))
-    tokens = prompt(6)
-    model.put(tokens)
-    before, state = model.row_bytes_of(tokens), model.state_of(tokens)
-    model.evict()
-    served = model.serve(tokens)
-    assert served.tokens == 6
-    assert np.array_equal(served.state, state)
-    fmt = model.rows.row_format
-    conversion = RowConversion(source=fmt, target=fmt.in_layout(MLAKVCacheLayout.FP4), k_scales=(1.0,))
-    for was, now in zip(before, served.rows, strict=True):
-        narrow = conversion.convert(torch.from_numpy(was), 0)
-        assert np.array_equal(conversion.reversed().convert(narrow, 0).numpy(), now)
-        assert not np.array_equal(was, now)
-
-
-def test_states_alone_are_loaded_where_the_rows_never_left(hybrid_of):
-    model = hybrid_of()
+def test_states_alone_are_loaded_where_the_rows_never_left(model_of):
+    model = model_of("hybrid")
     short, longer = prompt(4), prompt(9)
     model.put(short)
     model.put(longer)
@@ -123,9 +69,9 @@ def test_states_alone_are_loaded_where_the_rows_never_left(hybrid_of):
     model.check(longer, 9)
 
 
-def test_a_state_that_comes_after_its_rows_is_backed_up_alone(hybrid_of):
+def test_a_state_that_comes_after_its_rows_is_backed_up_alone(model_of):
     """Two prompts part in the middle of a node: the first half has rows on the host, but no state."""
-    model = hybrid_of()
+    model = model_of("hybrid")
     model.put(prompt(8))
     model.put(prompt(4) + prompt(4, 200))
     used = model.tiers[0].size - model.tiers[0].available_size()
@@ -135,11 +81,11 @@ def test_a_state_that_comes_after_its_rows_is_backed_up_alone(hybrid_of):
     model.check(prompt(4) + prompt(3, 700), 4)
 
 
-def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
+def test_one_transfer_of_states_for_the_node_and_the_request(model_of):
     """The tree lists both in one operation, so that engines do not start a transfer for each."""
     from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
-    model = hybrid_of()
+    model = model_of("hybrid")
     model.put(prompt(4))
     model.evict()
     request = Request()
@@ -161,7 +107,7 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
 
 def locked(model):
     """Fill the pool of states with prompts whose backups are not acknowledged; returns the prompts."""
-    prompts = [prompt(4, 100 * at) for at in range(model.states.size)]
+    prompts = [prompt(4, 100 * at) for at in range(model.requests.mamba_pool.size)]
     for tokens in prompts:
         model.put(tokens, settle=False)
     assert model.requests.mamba_allocator.available_size() == 0
@@ -170,9 +116,9 @@ def locked(model):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_hit_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
+def test_a_hit_waits_for_the_backups_that_lock_all_states(model_of, tree):
     """The request needs a slot for its own copy of the state that it continues."""
-    model = hybrid_of(tree=tree)
+    model = model_of("hybrid", tree=tree)
     prompts = locked(model)
     model.check(prompts[-1], 4)
     model.evict()
@@ -181,22 +127,22 @@ def test_a_hit_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_donation_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
+def test_a_donation_waits_for_the_backups_that_lock_all_states(model_of, tree):
     """A request that goes on gives its state to the tree, and needs another slot (SGLang's 36770)."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-    model = hybrid_of(tree=tree)
+    model = model_of("hybrid", tree=tree)
     locked(model)
     slot = model.cache.components[ComponentType.MAMBA]._alloc_mamba_slot()
     assert len(slot) == 1
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_batch_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
+def test_a_batch_waits_for_the_backups_that_lock_all_states(model_of, tree):
     """New requests need slots too, here three at once: `alloc_req_slots` raises where they are missing."""
     from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
 
-    model = hybrid_of(tree=tree)
+    model = model_of("hybrid", tree=tree)
     locked(model)
     new = [Request(str(at)) for at in range(3)]
     for request in new:
@@ -205,15 +151,15 @@ def test_a_batch_waits_for_the_backups_that_lock_all_states(hybrid_of, tree):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_hit_waits_for_the_loads_that_lock_all_states(hybrid_of, tree):
-    model = hybrid_of(tree=tree, slots=4)
+def test_a_hit_waits_for_the_loads_that_lock_all_states(model_of, tree):
+    model = model_of("hybrid", tree=tree, slots=4)
     first, second = prompt(4), prompt(4, 100)
     for tokens in (first, second):
         model.put(tokens)
     model.evict()
     for tokens in (first, second):
         request = Request()
-        model.go_on(tokens, request, cow_mamba=True, req=request)  # a slot for the node, and one for itself
+        model.go_on(tokens, request)  # a slot for the node, and one for itself
         model.requests.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
     model.put(prompt(4, 200), settle=False)
     model.put(prompt(4, 300), settle=False)
@@ -224,40 +170,31 @@ def test_a_hit_waits_for_the_loads_that_lock_all_states(hybrid_of, tree):
 # -------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize("host", ["same", "fp4"])
-def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
-    """Rows and states get equally many host slots per device slot; together they take the requested bytes."""
-    from sgl_kvpool.transfer.host_options import HostTierOptions
+@pytest.mark.parametrize(
+    ("kind", "drafts", "host"),  # two seconds of CPU time each
+    [
+        ("hybrid", "", "same"),
+        ("hybrid", ", packed draft", "fp4"),
+        ("hybrid DSA", "", "fp4"),
+        ("hybrid DSA", ", plain packed draft", "same"),
+    ],
+)
+def test_gigabytes_are_split_by_the_bytes_of_the_host(model_of, kind, host, drafts):
+    """Rows and states get equally many host slots per device slot; all pools together take the bytes.
 
-    model = hybrid_of("bf16", sizes={"hicache_size": 1}, host_tier=HostTierOptions(layout=host))
+    An index key has 128 one-byte values and a float32.
+    """
+    model = model_of(kind + drafts, "bf16", host, 64, hicache_size=1)
     rows, states = model.tiers
-    taken = rows.size * rows.size_per_token + states.size * states.size_per_token
-    assert abs(taken - 1e9) < rows.size_per_token + states.size_per_token
-    assert rows.size / 32 == pytest.approx(states.size / 6, rel=1e-3)
-    assert rows.size_per_token == stride_bytes(2, 1, {"same": 1152, "fp4": 416}[host])
-
-
-@pytest.mark.parametrize("drafts", [(), ("hybrid",), ("plain", "plain")])
-@pytest.mark.parametrize("host", ["same", "fp4"])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse, host, drafts):
-    """All pools together take the requested bytes. An index key has 128 one-byte values and a float32."""
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    model = hybrid_of(
-        "bf16", page_size=64, sparse=sparse, drafts=drafts, sizes={"hicache_size": 1},
-        host_tier=HostTierOptions(layout=host),
-    )  # fmt: skip
-    rows, states = model.tiers
-    layers = 2 + len(drafts)
-    token = stride_bytes(layers, 64, {"same": 1152, "fp4": 416}[host]) // 64 + layers * (132 if sparse else 0)
+    layers, index = 2 + bool(drafts), 132 if kind == "hybrid DSA" else 0
+    token = stride_bytes(layers, 64, {"same": 1152, "fp4": 416}[host]) // 64 + layers * index
     slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
     assert abs(rows.size * token + states.size * slot - 1e9) < 64 * token + slot
     assert abs(rows.size / (32 * 64) - states.size / 6) < 1 / 32 + 1 / 6  # a page and a slot
 
 
 @pytest.mark.parametrize("which", ["mla", "mamba"])
-def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
+def test_too_little_memory_names_rows_and_states(model_of, monkeypatch, which):
     """The error names both, whichever does not fit."""
     from importlib import import_module
 
@@ -270,16 +207,14 @@ def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
         r"the tier was divided into \d+\.\d+ GB of rows and \d+\.\d+ GB of states of linear layers$"
     )
     with pytest.raises(HostTierTooLarge, match=text):
-        hybrid_of()
+        model_of("hybrid")
 
 
-def test_hybrids_whose_rows_are_sglangs_keep_its_host_pools(hybrid_of, monkeypatch):
+def test_hybrids_whose_rows_are_sglangs_keep_its_host_pools(model_of, monkeypatch):
     """They keep SGLang's pool of states and its split of a size."""
-    from hybrid_tier import state_pool
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    hybrid_of()  # with our hooks
+    model_of("hybrid")  # with our hooks
     seen = []
 
     class Stop(Exception):
@@ -291,10 +226,7 @@ def test_hybrids_whose_rows_are_sglangs_keep_its_host_pools(hybrid_of, monkeypat
 
     monkeypatch.setattr(hybrid_pool_assembler.MambaPoolHost, "__init__", stop)
     states = state_pool()
-    stock = MLATokenToKVPool(
-        8, 1, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=2, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
+    stock = device_pool("bf16", stock=True)
     (info,) = states.get_device_pool_infos()
     with pytest.raises(Stop):
         hybrid_pool_assembler.build_mamba_host_pool(states, info, host_size=1.5, layout="page_first")

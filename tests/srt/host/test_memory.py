@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_tier import device_pool, host_pool
+from host_tier import host_pool
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import device_pool
 
 from sgl_kvpool.srt.host.memory import page_chunks, pin
 from sgl_kvpool.transfer.gpu_engine import RegisteredChunks

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from direct_stores import GOT, KEYS, PUT, filled, get, put, tier_of
-from host_tier import GUARD, LAYERS
+from direct_stores import GOT, KEYS, PUT, filled, get, put
+from host_tier import tier_of
+from pools import GUARD, LAYERS
 
 
 @pytest.fixture

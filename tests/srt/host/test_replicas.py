@@ -9,32 +9,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from host_tier import (
-    GUARD,
-    LABELS,
-    LAYERS,
-    LAYOUTS,
-    START,
-    device_pool,
-    fill,
-    host_bytes,
-    memory,
-    rows,
-    slots,
-)
+from codec_oracle import LAYOUTS
+from direct_stores import KEYS, Operation
+from host_tier import LABELS, host_bytes, slots, tier_of
+from pools import GUARD, LAYERS, START, device_pool, fill, memory, rows
 
-KEYS = [f"{n}" * 64 for n in range(4)]
 PAGE_SIZE = 4
 CHUNK_TOKENS = 2  # tokens of all layers: 6 rows of one layer
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
-def tier_of(controller):
-    return controller.mem_pool_host.anchor_entry.host_pool
 
 
 def files(store):
@@ -49,13 +30,6 @@ def stored(controller, keys, pages):
     controller.ack_write_queue.clear()
     controller.write_storage(host_indices, list(range(len(host_indices))), hash_value=keys)
     return controller.ack_backup_queue.get(timeout=20).completed_tokens
-
-
-class Operation:
-    request_id = "r"
-
-    def is_terminated(self):
-        return False
 
 
 def fetched(controller, keys, pages):

@@ -1,24 +1,10 @@
 """The self-check of a host tier, over SGLang's own controller and allocators."""
 
-import itertools
-
 import pytest
-from codec_oracle import narrower
-from host_tier import (
-    ARRANGEMENTS,
-    LABELS,
-    LAYOUTS,
-    START,
-    device_pool,
-    fill,
-    host_bytes,
-    memory,
-    page_memory,
-)
-
-
-def tier_of(controller):
-    return controller.mem_pool_host.anchor_entry.host_pool
+from cases import crossed
+from codec_oracle import LAYOUTS, narrower
+from host_tier import LABELS, host_bytes, page_memory, tier_of
+from pools import ARRANGEMENTS, START, device_pool, fill, memory
 
 
 def alone(good):
@@ -46,9 +32,9 @@ class Left:
         assert not self.controller.has_inflight_device_transfers()
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
+@pytest.mark.parametrize(
+    ("layout", "arrangement", "page_size", "label"), crossed(LAYOUTS, ARRANGEMENTS, [1, 4], LABELS)
+)
 def test_pages_of_the_same_layout(controller_of, layout, arrangement, page_size, label):
     from sgl_kvpool.srt.self_check import check_tier
 
@@ -74,12 +60,12 @@ def test_pages_of_a_narrower_layout(controller_of, layout, host):
     left.check(check_tier(controller, alone))
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_hybrid_models(hybrid_of, kernels, sparse):
+@pytest.mark.parametrize(("kind", "page_size"), [("hybrid", 4), ("hybrid DSA", 64)])
+def test_hybrid_models(model_of, kind, page_size):
     from sgl_kvpool.srt.self_check import check_rows, check_tier
 
-    model = hybrid_of("fp4", sparse=sparse, page_size=64 if sparse else 4)
-    left = Left(model.controller, model.rows)
+    model = model_of(kind, page_size=page_size)
+    left = Left(model.controller, model.pool.row_pool)
     assert check_rows(model.pool).startswith("rows of ")
     left.check(check_tier(model.controller, alone))
 

@@ -11,20 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from host_tier import GUARD, LAYERS, START, device_pool, slots
+from direct_stores import KEYS
+from host_tier import slots, tier_of
+from pools import GUARD, LAYERS, START, device_pool
 from test_hybrid_stores import fetch, prompt, stored
 from test_hybrid_stores import files as files_of
-from test_stores import KEYS, PAGE_SIZE, filled, get, put, tier_of
+from test_stores import PAGE_SIZE, filled, get, put
 
 from sgl_kvpool.sglang_plugin.hooks import stores, weights
 from sgl_kvpool.sglang_plugin.hooks.weights import ServedWeights
 
 KEY = "0123456789abcdef" * 4
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -362,18 +359,18 @@ def test_pages_of_sglangs_own_host_pool_are_named_too(serve, controller_of, stor
     assert controller.storage_backend.batch_exists(KEYS) == 1
 
 
-def test_states_are_named_like_their_rows(serve, hybrid_of, store, failures):
+def test_states_are_named_like_their_rows(serve, model_of, store, failures):
     server = serve()
-    model = hybrid_of(page_size=4, store=store)
+    model = model_of("hybrid", page_size=4, store=store)
     stored(model, prompt(8))
     update(server, "v2")
-    again = hybrid_of(page_size=4, store=store)
+    again = model_of("hybrid", page_size=4, store=store)
     fetch(again, prompt(8))
     again.check(prompt(8), 0)
     stored(again, prompt(8))
     assert (len(files_of(store, True)), len(files_of(store, False))) == (2, 4)
     serve("v2")
-    third = hybrid_of(page_size=4, store=store)
+    third = model_of("hybrid", page_size=4, store=store)
     fetch(third, prompt(8))
     third.check(prompt(8), 8)
     assert failures() == {}

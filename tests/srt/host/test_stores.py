@@ -11,31 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_tier import (
-    ARRANGEMENTS,
-    GUARD,
-    LABELS,
-    LAYERS,
-    LAYOUTS,
-    ROW_BYTES,
-    device_pool,
-    fill,
-    host_bytes,
-    slots,
-    stride_bytes,
-)
+from codec_oracle import LAYOUTS, ROW_BYTES
+from direct_stores import KEYS, Operation
+from host_tier import LABELS, host_bytes, slots, stride_bytes, tier_of
+from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool, fill
 
-KEYS = [f"{n}" * 64 for n in range(4)]
 PAGE_SIZE = 4
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
-def tier_of(controller):
-    return controller.mem_pool_host.anchor_entry.host_pool
 
 
 def filled(controller, seed=3):
@@ -48,13 +29,6 @@ def filled(controller, seed=3):
 def put(controller, pages=(3, 1, 4, 0)):
     """Store pages under KEYS as SGLang's backup thread does."""
     return controller._generic_page_set(KEYS[: len(pages)], slots(pages, PAGE_SIZE))
-
-
-class Operation:
-    request_id = "r"
-
-    def is_terminated(self):
-        return False
 
 
 def get(controller, pages=(0, 5, 2, 6), keys=None):

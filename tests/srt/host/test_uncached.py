@@ -9,7 +9,9 @@ import threading
 import time
 
 import pytest
-from host_tier import LAYERS, slots
+from direct_stores import Operation
+from host_tier import slots
+from pools import LAYERS
 from test_hybrid_stores import fetch
 
 from sgl_kvpool.events import UNCACHED
@@ -35,6 +37,13 @@ def uncached(counting, monkeypatch):
 
     before = now()
     return lambda: {reason: n - before[reason] for reason, n in now().items() if n != before[reason]}
+
+
+@pytest.fixture
+def dense(model_of, monkeypatch, tmp_path):
+    """`dense(pages, ...)`: a dense model; its store, of the start or attached later, is in `tmp_path`."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    return lambda pages, **arguments: model_of("dense", page_size=PAGE, pages=pages, **arguments)
 
 
 def until(condition, seconds=20.0):
@@ -68,9 +77,9 @@ def logged(caplog, reason):
 
 
 @TREES
-def test_pages_that_a_full_tier_does_not_take_are_counted(dense_of, tree, uncached, caplog, tmp_path):
+def test_pages_that_a_full_tier_does_not_take_are_counted(dense, tree, uncached, caplog, tmp_path):
     """The pool has 24 pages and the tier 13: SGLang backs up and stores 12, and its log says nothing."""
-    model = dense_of(24, tmp_path, attached=True, hicache_ratio=0.5, tree=tree)
+    model = dense(24, store=tmp_path, ratio=0.5, tree=tree)
     prompts = [prompt(3, 1000 * n) for n in range(8)]
     for tokens in prompts:
         model.put(tokens)
@@ -82,8 +91,8 @@ def test_pages_that_a_full_tier_does_not_take_are_counted(dense_of, tree, uncach
 
 
 @TREES
-def test_a_prompt_that_is_longer_than_the_tier_is_counted(dense_of, tree, uncached, caplog):
-    model = dense_of(24, hicache_ratio=0.5, tree=tree)
+def test_a_prompt_that_is_longer_than_the_tier_is_counted(dense, tree, uncached, caplog):
+    model = dense(24, ratio=0.5, tree=tree)
     model.put(prompt(14, 0))
     assert model.tier.available_size() == 13 * PAGE
     assert uncached() == {"prompt_too_long": 14}
@@ -91,30 +100,30 @@ def test_a_prompt_that_is_longer_than_the_tier_is_counted(dense_of, tree, uncach
     assert "(56 tokens, and the tier has 52)" in line
 
 
-def test_a_tier_with_room_counts_nothing(dense_of, uncached):
-    model = dense_of(24, hicache_ratio=2.0)
+def test_a_tier_with_room_counts_nothing(dense, uncached):
+    model = dense(24)
     for n in range(30):  # more than the tier's 48 pages, and more than the pool's
         model.evict()
         model.put(prompt(3, 1000 * n))
     assert uncached() == {}
 
 
-def test_a_state_without_room_is_counted(hybrid_of, uncached, caplog):
+def test_a_state_without_room_is_counted(model_of, uncached, caplog):
     """A hybrid model whose states fill their tier first."""
-    model = hybrid_of(tokens=32, slots=6, sizes={"hicache_ratio": 0.5})
+    model = model_of("hybrid", ratio=0.5)
     for n in range(5):
         model.put(list(range(100 * n, 100 * n + 3)))
     assert set(uncached()) == {"tier_full"}
     assert "the state of 3 tokens of a prompt" in logged(caplog, "tier_full")[0]
 
 
-def test_a_backup_that_failed_is_not_taken_for_a_full_tier(dense_of, uncached):
+def test_a_backup_that_failed_is_not_taken_for_a_full_tier(dense, uncached):
     """Models with sparse attention back up index keys beside rows, and have no states."""
     import torch
 
     from sgl_kvpool.sglang_plugin.hooks.uncached import _execute_kv_backup
 
-    model, index_keys = dense_of(24, hicache_ratio=2.0), [object()]
+    model, index_keys = dense(24), [object()]
     refused = _execute_kv_backup(lambda *_: None, model.cache, 1, torch.arange(PAGE), {}, index_keys)
     assert (refused, uncached()) == (None, {})
 
@@ -126,15 +135,15 @@ def small(caplog):
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"hicache_ratio": 0.5}, "give a larger --hicache-ratio of at least 1.00, or --hicache-write"),
+        ({"ratio": 0.5}, "give a larger --hicache-ratio of at least 1.00, or --hicache-write"),
         ({"hicache_size": 1}, None),
-        ({"hicache_ratio": 1.0}, None),
-        ({"hicache_ratio": 0.5, "hicache_write_policy": "write_through_selective"}, "at least 1.00"),
-        ({"hicache_ratio": 0.5, "hicache_write_policy": "write_back"}, None),
+        ({"ratio": 1.0}, None),
+        ({"ratio": 0.5, "hicache_write_policy": "write_through_selective"}, "at least 1.00"),
+        ({"ratio": 0.5, "hicache_write_policy": "write_back"}, None),
     ],
 )
-def test_a_tier_smaller_than_the_pool_is_named_at_start(dense_of, caplog, arguments, names):
-    dense_of(24, **arguments)
+def test_a_tier_smaller_than_the_pool_is_named_at_start(dense, caplog, arguments, names):
+    dense(24, **arguments)
     if names is None:
         assert small(caplog) == []
     else:
@@ -143,14 +152,14 @@ def test_a_tier_smaller_than_the_pool_is_named_at_start(dense_of, caplog, argume
         assert names in line
 
 
-def test_a_ratio_that_sglang_lowers_is_named_at_start(dense_of, caplog, monkeypatch):
+def test_a_ratio_that_sglang_lowers_is_named_at_start(dense, caplog, monkeypatch):
     """Neither size nor ratio is given, and the host has memory for three quarters of the pool."""
     from sglang.srt.mem_cache import hicache_auto_size
 
     pool_bytes = 96 * LAYERS * 416 + PAGE * LAYERS * 416  # SGLang counts the page that it reserves
     budget = int(pool_bytes * 0.75 / 0.8 / 0.95) + 1
     monkeypatch.setattr(hicache_auto_size, "host_memory_budget_bytes", lambda auto_size: budget)
-    dense_of(24)
+    dense(24, ratio=None)
     (line,) = small(caplog)
     assert "--hicache-host-memory-fraction (it is 0.8, and SGLang has lowered the ratio to 0.7" in line
 
@@ -166,8 +175,8 @@ def attach(model):
 
 
 @TREES
-def test_pages_from_before_a_store_was_attached_are_stored_with_what_extends_them(dense_of, tree, tmp_path):
-    model = dense_of(64, tmp_path, hicache_ratio=2.0, tree=tree)
+def test_pages_from_before_a_store_was_attached_are_stored_with_what_extends_them(dense, tree, tmp_path):
+    model = dense(64, tree=tree)
     old, other = prompt(8, 0), prompt(5, 500)
     model.put(old)
     model.put(other)
@@ -190,20 +199,20 @@ def test_pages_from_before_a_store_was_attached_are_stored_with_what_extends_the
 
 
 @TREES
-def test_a_restarted_server_finds_the_extended_prompt(dense_of, tree, tmp_path):
-    model = dense_of(64, tmp_path, hicache_ratio=2.0, tree=tree)
+def test_a_restarted_server_finds_the_extended_prompt(dense, tree, tmp_path):
+    model = dense(64, tree=tree)
     model.put(prompt(8, 0))
     attach(model)
     longer = prompt(8, 0) + prompt(4, 2000)
     model.put(longer)
     store_what_waits(model)
-    again = dense_of(64, tmp_path, attached=True, hicache_ratio=2.0, tree=tree)
+    again = dense(64, store=tmp_path, tree=tree)
     fetch(again, longer)
     assert again.check(longer) == len(longer)
 
 
-def test_each_old_page_is_given_to_the_store_once(dense_of, tmp_path):
-    model = dense_of(64, tmp_path, hicache_ratio=2.0)
+def test_each_old_page_is_given_to_the_store_once(dense, tmp_path):
+    model = dense(64)
     model.put(prompt(8, 0))
     attach(model)
     given = []
@@ -216,8 +225,8 @@ def test_each_old_page_is_given_to_the_store_once(dense_of, tmp_path):
     assert len({key for some in given for key in some}) == 8 + 3
 
 
-def test_a_store_of_the_start_is_given_nothing_twice(dense_of, tmp_path):
-    model = dense_of(64, tmp_path, attached=True, hicache_ratio=2.0)
+def test_a_store_of_the_start_is_given_nothing_twice(dense, tmp_path):
+    model = dense(64, store=tmp_path)
     given = []
     write, model.controller.write_storage = model.controller.write_storage, None
     model.controller.write_storage = lambda *args, **kwargs: given.append(args[2]) or write(*args, **kwargs)
@@ -241,9 +250,9 @@ def in_thread(call):
     return thread
 
 
-def test_a_read_that_hangs_is_counted_while_it_hangs(dense_of, limit, uncached, caplog, tmp_path):
+def test_a_read_that_hangs_is_counted_while_it_hangs(dense, limit, uncached, caplog, tmp_path):
     """One file of the store is a FIFO."""
-    model = dense_of(16, tmp_path, attached=True, hicache_ratio=2.0)
+    model = dense(16, store=tmp_path)
     tokens = prompt(4, 0)
     model.put(tokens)
     store_what_waits(model)
@@ -251,12 +260,6 @@ def test_a_read_that_hangs_is_counted_while_it_hangs(dense_of, limit, uncached, 
     (name,) = (name for name in os.listdir(tmp_path) if name.startswith(keys(tokens)[2]))
     os.remove(tmp_path / name)
     os.mkfifo(tmp_path / name)
-
-    class Operation:
-        request_id = "r"
-
-        def is_terminated(self):
-            return False
 
     read = in_thread(
         lambda: model.controller._generic_page_get(Operation(), keys(tokens), slots(range(4), PAGE))
@@ -274,8 +277,8 @@ def test_a_read_that_hangs_is_counted_while_it_hangs(dense_of, limit, uncached, 
 
 
 @pytest.mark.parametrize("method", ["exists", "set"])
-def test_a_search_or_a_write_that_hangs_is_counted(dense_of, limit, uncached, tmp_path, method):
-    model = dense_of(16, tmp_path, attached=True, hicache_ratio=2.0)
+def test_a_search_or_a_write_that_hangs_is_counted(dense, limit, uncached, tmp_path, method):
+    model = dense(16, store=tmp_path)
     store, goes_on = model.controller.storage_backend, threading.Event()
     original = getattr(store, method)
     setattr(store, method, lambda *args: goes_on.wait(20) and original(*args))

@@ -1,10 +1,152 @@
-"""A model as SGLang's tree sees it: prompts are computed, evicted and continued."""
+"""Models as SGLang's tree sees them: prompts are computed, evicted and continued, and every byte is verified.
 
+Real pools, tree, controller and host tier, made by SGLang with our hooks.
+"""
+
+import functools
+import hashlib
+import threading
 from array import array
+from dataclasses import dataclass
+from types import SimpleNamespace
 
+import codec_oracle as oracle
 import numpy as np
+import pools
 import torch
-from host_tier import rows
+from codec_oracle import ROW_BYTES
+from pools import GUARD, at
+
+RANK, ROPE = 512, 64
+#: A hybrid model of five layers: 1 and 4 are MLA layers, 0, 2 and 3 are linear layers.
+ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
+#: --hicache-storage-backend-extra-config of stores in a folder; prefixes of one token are fetched too.
+STORE_CONFIGURATIONS = {
+    "file": '{"prefetch_threshold": 1}',
+    "nixl": '{"prefetch_threshold": 1, "plugin": {"posix": {"active": true}}, "use_direct_io": false}',
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Attention of the target, and its drafts: packed with it, or one with a tier of its own.
+
+    A draft with "heads" stores keys and values of heads (EAGLE3), in SGLang's own host pool.
+    """
+
+    sparse: bool = False
+    hybrid: bool = False
+    packed: tuple[str, ...] = ()
+    own: str | None = None
+
+
+KINDS = {
+    "dense": Kind(),
+    "dense, packed draft": Kind(packed=("dense",)),
+    "dense, own draft": Kind(own="dense"),
+    "dense, own draft with heads": Kind(own="heads"),
+    "DSA": Kind(sparse=True),
+    "DSA, packed draft": Kind(sparse=True, packed=("sparse",)),
+    "DSA, own draft": Kind(sparse=True, own="sparse"),
+    "DSA, own draft with heads": Kind(sparse=True, own="heads"),
+    "hybrid": Kind(hybrid=True),
+    "hybrid, packed draft": Kind(hybrid=True, packed=("hybrid",)),
+    "hybrid, plain packed draft": Kind(hybrid=True, packed=("dense",)),
+    "hybrid DSA": Kind(hybrid=True, sparse=True),
+    "hybrid DSA, packed draft": Kind(hybrid=True, sparse=True, packed=("hybrid",)),
+    "hybrid DSA, plain packed draft": Kind(hybrid=True, sparse=True, packed=("sparse",)),
+    "hybrid DSA, own draft": Kind(hybrid=True, sparse=True, own="sparse"),
+}
+
+
+def publish_server(
+    patch, *, page_size, store=None, backend="file", rank=0, shared=None, model_name="model", **arguments
+):
+    """Publish SGLang's context of a server with a host tier; returns its arguments. `store` is a folder."""
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
+        hicache_storage_backend=store and backend, served_model_name=model_name,
+        hicache_storage_backend_extra_config=store and STORE_CONFIGURATIONS[backend],
+        hicache_storage_prefetch_policy="wait_complete", **arguments,
+    )  # fmt: skip
+    # The chunk size of a hybrid model's kernels; there is no model config to derive it from.
+    args._mamba_cache_chunk_size = page_size
+    if shared is not None:
+        from sgl_kvpool.sglang_plugin.options import HOST_SHARING
+
+        setattr(args, HOST_SHARING.attribute, shared)
+    get_parallel().clear_stamp()  # set for the previous server
+    publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
+    if store:
+        patch.setenv(f"SGLANG_HICACHE_{backend.upper()}_BACKEND_STORAGE_DIR", str(store))
+    return args
+
+
+# -------------------------------------------------------------------- pools
+
+
+def request_pool(kind="kda", slots=6):
+    """SGLang's request table with the states of a hybrid model."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return HybridReqToTokenPool(
+        size=4, mamba_size=slots, mamba_spec_state_size=0, max_context_len=64, device="cpu",
+        enable_memory_saver=False, cache_params=pools.cache_params(kind, STATE_LAYERS),
+        mamba_layer_ids=STATE_LAYERS, enable_mamba_extra_buffer=True,
+    )  # fmt: skip
+
+
+def pool_of(kind, layout, page_size, pages, requests=None, draft=None, arrangement="layer_major", **options):
+    """The pool of a kind's target, or of one of its drafts, with a layer: it has the target's states."""
+    what = draft or ("hybrid" if kind.hybrid else "sparse" if kind.sparse else "dense")
+    sizes = {"page_size": page_size, "size": pages * page_size}
+    if what == "hybrid":
+        return pools.hybrid_pool(
+            layout, arrangement, sparse=kind.sparse, layers=[0] if draft else ROW_LAYERS,
+            mamba_pool=requests.mamba_pool, **sizes, **options,
+        )  # fmt: skip
+    if what == "heads":
+        return heads_pool(**sizes)
+    if what == "sparse":
+        skip = {} if draft else {"skip_topk_layers": [False, True, False]}
+        return pools.dsa_pool(layout, start_layer=0, layer_num=1 if draft else 3, **sizes, **skip, **options)
+    return pools.device_pool(
+        layout, arrangement, layers=1 if draft else 3, start_layer=0, **sizes, **options
+    )  # fmt: skip
+
+
+def heads_pool(**sizes):
+    """SGLang's pool of keys and values of heads."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        dtype=torch.bfloat16, head_num=8, head_dim=64, layer_num=1, device="cpu", enable_memory_saver=False,
+        **sizes,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------- what a token has
+
+
+def _made(of, size):
+    return np.frombuffer(hashlib.shake_128(of).digest(size), dtype=np.uint8)
+
+
+def _encoded(values, layout):
+    return oracle.encode(values[:, :RANK], values[:, RANK:], layout, RANK, ROPE, ROW_BYTES[layout])
+
+
+@functools.lru_cache(maxsize=256)
+def _made_rows(tokens, layers, layout):
+    values = np.empty((len(tokens), layers, RANK + ROPE), dtype=np.float32)
+    for end in range(1, len(tokens) + 1):
+        seed = int.from_bytes(_made(array("q", tokens[:end]).tobytes(), 8).tobytes(), "little")
+        values[end - 1] = np.random.default_rng(seed).standard_normal((layers, RANK + ROPE), np.float32)
+    flat = torch.from_numpy(values.reshape(-1, RANK + ROPE)).to(torch.bfloat16)
+    return _encoded(flat, layout).reshape(len(tokens), layers, -1).transpose(1, 0, 2)
 
 
 class Request:
@@ -18,60 +160,181 @@ class Request:
         self.host_hit_length = self.swa_host_hit_length = self.mamba_host_hit_length = 0
 
 
-class TreeModel:
-    """A tree with a host tier over row pools, used as the scheduler uses it."""
+class Model:
+    """Writes, evicts and verifies all bytes of prefixes; free slots of the device hold guard bytes.
 
-    def __init__(self, cache, pool, page_size):
-        self.cache, self.pool, self.page_size = cache, pool, page_size
+    A host tier with narrower rows returns the codec's round trip, which the oracle computes. Layers of drafts
+    come behind the target's.
+    """
+
+    def __init__(self, cache, pool, requests=None, drafts=()):
+        self.cache, self.pool, self.page_size, self.requests = cache, pool, pool.page_size, requests
+        self.layout, host = pool.kv_cache_layout.value, pool.host_tier.layout
+        self.host_layout = self.layout if host == "same" else host
+        of_rows = [each for each in (pool, *drafts) if not hasattr(each, "k_buffer")]
+        self.row_layers = [layer for each in of_rows for layer in pools.rows(each)]
+        self.head_layers = [
+            layer.view(-1, self.page_size, layer[0].numel()).view(torch.uint8).numpy()
+            for each in drafts
+            if each not in of_rows
+            for layer in (*each.k_buffer, *each.v_buffer)
+        ]
+        self.index_layers = [layer for each in of_rows for layer in pools.index_pages(each) if len(layer)]
+        self.states = [] if requests is None else pools.state_tensors(requests.mamba_pool)
+        for host_pool in self.host_pools:
+            host_pool.pin_memory = False  # SGLang's own pools pin the pages that they pass to a store
+
+    # ---------------------------------------------------------------- what SGLang has
 
     @property
     def controller(self):
         return self.cache.cache_controller
 
-    def row_layers(self):
-        """Rows of all layers."""
-        return rows(self.pool)
+    @property
+    def host_pools(self):
+        return [entry.host_pool for entry in self.controller.mem_pool_host.entries]
+
+    @property
+    def tier(self):
+        """Host tier of rows."""
+        return self.controller.mem_pool_host.anchor_entry.host_pool
+
+    @property
+    def tiers(self):
+        """Host tiers of rows and of states."""
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+
+        entries = self.controller.mem_pool_host.entry_map
+        return [entries[name].host_pool for name in (PoolName.KV, PoolName.MAMBA)]
+
+    def free(self):
+        """Free slots of the device: of rows, and of states."""
+        found = [self.cache.token_to_kv_pool_allocator.available_size()]
+        return found if self.requests is None else [*found, self.requests.mamba_allocator.available_size()]
+
+    @property
+    def host_bytes(self):
+        """Bytes of the tensors of all host pools."""
+        found = {}
+        for pool in self.host_pools:
+            for name in ("kv_buffer", "_buffer", "index_k_with_scale_buffer"):
+                tensor = getattr(pool, name, None)
+                if isinstance(tensor, torch.Tensor):
+                    found[tensor.data_ptr()] = tensor.nbytes
+        return sum(found.values())
+
+    # ---------------------------------------------------------------- what a prompt's tokens have
+
+    def rows_of(self, tokens):
+        """Rows of all layers, `[layers, tokens, row_bytes]`; each depends on all tokens before it."""
+        return _made_rows(tuple(tokens), len(self.row_layers), self.layout)
+
+    def index_of(self, tokens):
+        """Index keys of all layers, `[layers, pages, bytes]`."""
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        return self._made_of(b"index", tokens, ends, self.index_layers)
+
+    def heads_of(self, tokens):
+        """Keys and values of a draft with heads, `[layers, tokens, bytes]`."""
+        return self._made_of(b"heads", tokens, range(1, len(tokens) + 1), self.head_layers)
+
+    def _made_of(self, what, tokens, ends, layers):
+        return [
+            [
+                _made(b"%d %s" % (n, what) + array("q", tokens[:end]).tobytes(), layer.shape[-1])
+                for end in ends
+            ]
+            for n, layer in enumerate(layers)
+        ]
+
+    def state_of(self, tokens):
+        """The state after a prompt, in the order of SGLang's stores: ssm of all layers, then convolutions."""
+        size = sum(part[:, 0].size for part in self.states)
+        return _made(b"state" + array("q", tokens).tobytes(), size)
+
+    def rounded(self, rows):
+        """Rows after a round trip through the host's layout."""
+        flat = np.ascontiguousarray(rows).reshape(-1, rows.shape[-1])
+        for source, target in ((self.layout, self.host_layout), (self.host_layout, self.layout)):
+            flat = _encoded(oracle.cast(oracle.decode(flat, source, RANK, ROPE), torch.bfloat16), target)
+        return flat.reshape(rows.shape)
+
+    # ---------------------------------------------------------------- what a scheduler does
 
     def key(self, tokens):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         return RadixKey(array("q", tokens))
 
-    def put_rows(self, tokens):
-        """Write rows behind the cached prefix of a prompt; returns its slots and the prefix length."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    def put(self, tokens, settle=True):
+        """Compute a prompt behind the device's prefix, and give the tree its rows and its state.
+
+        Without `settle`, its backup is not acknowledged, and locks them.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
         had = self.cache.path_device_indices(match.last_device_node)
         new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
         assert new is not None
-        for layer, made in zip(self.row_layers(), self.row_bytes_of(tokens), strict=True):
-            flat = np.array(layer)  # arranged rows are views with other strides
-            flat.reshape(-1, flat.shape[-1])[new.numpy()] = made[len(had) :]
-            layer[...] = flat
-        return torch.cat([had, new]), len(had)
-
-    def row_bytes(self, slots):
-        """Rows of slots, `[layers, tokens, row_bytes]`."""
-        return np.stack(
-            [np.array(layer).reshape(-1, layer.shape[-1])[slots.numpy()] for layer in self.row_layers()]
+        made = [*self.rows_of(tokens), *self.heads_of(tokens)]
+        for layer, part in zip([*self.row_layers, *self.head_layers], made, strict=True):
+            if len(new):
+                layer[at(self.pool, new)] = part[len(had) :]
+        for layer, keys in zip(self.index_layers, self.index_of(tokens), strict=True):
+            for page, part in zip(self._pages(new), keys[len(had) // self.page_size :], strict=True):
+                layer[page] = part
+        state = None
+        if self.states:
+            state = self.requests.mamba_allocator.alloc(1)
+            assert state is not None
+            raw = self.state_of(tokens)
+            for part in self.states:
+                part[:, int(state)] = raw[: part[:, 0].size].reshape(part[:, 0].shape)
+                raw = raw[part[:, 0].size :]
+        result = self.cache.insert(
+            InsertParams(
+                key=self.key(tokens), value=torch.cat([had, new]), mamba_value=state, prev_prefix_len=len(had)
+            )
         )
+        if state is not None and result.mamba_exist:
+            self.requests.mamba_allocator.free(state)
+        if settle:
+            self.settle()
 
     def settle(self):
         """Submit backups and take their acknowledgements, as a scheduler's step does."""
         self.cache.check_hicache_events()
         self.cache.check_hicache_events()
 
-    def go_on(self, tokens, request, **asked):
+    def _pages(self, slots):
+        return slots.numpy()[:: self.page_size] // self.page_size
+
+    def evict(self, tokens=10_000, states=0):
+        """Evict rows (with the states of their ends) or states from the device; overwrite what is free."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.evict(EvictParams(num_tokens=tokens, mamba_num=states))
+        pages = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
+        for layer in (*self.row_layers, *self.head_layers, *self.index_layers):
+            layer[pages] = GUARD
+        for part in self.states:
+            part[:, self.requests.mamba_allocator.free_slots.numpy()] = GUARD
+
+    def forget(self):
+        """Evict all pages from the host."""
+        while self.cache.evict_host(1000):
+            pass
+
+    def go_on(self, tokens, request):
         """Slots of the prefix that a request for these tokens continues, loaded as the scheduler does."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
+        asked = {"cow_mamba": True, "req": request} if self.states else {}
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens), **asked))
         request.last_node, length = match.last_device_node, match.device_prefix_len
-        request.host_hit_length, request.mamba_host_hit_length = (
-            match.host_hit_length,
-            match.mamba_host_hit_length,
-        )
+        request.host_hit_length = match.host_hit_length
+        request.mamba_host_hit_length = match.mamba_host_hit_length
         if match.host_hit_length > 0 or match.mamba_host_hit_length > 0:
             lock = self.cache.inc_lock_ref(request.last_node)
             request.host_loaded_length, request.last_node = self.cache.init_load_back(
@@ -83,3 +346,73 @@ class TreeModel:
             length += request.host_loaded_length
         self.cache.ready_to_load_host_cache()
         return self.cache.path_device_indices(request.last_node)[:length]
+
+    def check(self, tokens, length=None):
+        """Length of the prefix that a request continues; each of its bytes is verified."""
+        request = Request()
+        slots, kv = self.go_on(tokens, request), request.kv
+        prefix = tokens[: len(slots)]
+        if prefix:
+            self.verify(prefix, slots)
+        if self.states:
+            source = kv.mamba_cow_src_index if kv.mamba_cow_src_index is not None else kv.mamba_pool_idx
+            assert (source is None) == (not prefix)
+            if source is not None:
+                found = np.concatenate([part[:, int(source)].ravel() for part in self.states])
+                assert np.array_equal(found, self.state_of(prefix)), "state"
+            if kv.holds_mamba:
+                self.requests.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(0))
+        self.settle()
+        if length is not None:
+            assert len(prefix) == length
+        return len(prefix)
+
+    def verify(self, prefix, slots):
+        """Compare all bytes of slots with those of a prefix, computed or from the host."""
+        made, place = self.rows_of(prefix), at(self.pool, slots)
+        back = made if self.host_layout == self.layout else self.rounded(made)
+        for n, layer in enumerate(self.row_layers):
+            found = layer[place]
+            same = (found == made[n]).all(axis=1) | (found == back[n]).all(axis=1)
+            assert same.all(), f"layer {n}: other rows at tokens {np.flatnonzero(~same)}"
+        for n, (layer, heads) in enumerate(zip(self.head_layers, self.heads_of(prefix), strict=True)):
+            assert np.array_equal(layer[place], heads), f"keys or values of draft layer {n}"
+        for n, (layer, keys) in enumerate(zip(self.index_layers, self.index_of(prefix), strict=True)):
+            assert np.array_equal(layer[self._pages(slots)], keys), f"index keys of layer {n}"
+
+
+def build(args, groups, pool, requests=None, packed=(), own=(), tree=None):
+    """The model of pools, whose tree and host tier are made as `build_kv_cache` of SGLang makes them.
+
+    `groups` are the process groups and the pipeline stage of the tree.
+    """
+    from sglang.srt.mem_cache import kv_cache_builder
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_auto_size import auto_size_hicache
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode, HiCacheDraftPlan
+
+    allocator = PagedTokenToKVPoolAllocator(
+        pool.size, page_size=pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+    )
+    components = (ComponentType.FULL,) if requests is None else (ComponentType.FULL, ComponentType.MAMBA)
+    params = CacheInitParams(
+        disable=False, req_to_token_pool=requests or SimpleNamespace(size=4), page_size=pool.page_size,
+        token_to_kv_pool_allocator=allocator, enable_mamba_extra_buffer=requests is not None,
+        tree_components=components, tree_core_backend=tree, mtp_draft_device_pools=tuple(packed), **groups,
+    )  # fmt: skip
+    plan = None
+    if packed or own:
+        plan = HiCacheDraftPlan(HiCacheDraftMode.SIDECAR if own else HiCacheDraftMode.PACKED, own or packed)
+    world = SimpleNamespace(cpu_group=groups["tp_cache_group"])
+    with get_parallel().override(world_group=world), auto_size_hicache(params, plan, enabled=True):
+        cache = UnifiedRadixCache(params)
+        cache.init_hicache(args, params)
+        if plan is not None:
+            kv_cache_builder.maybe_register_hicache_draft(tree_cache=cache, draft_plan=plan)
+    cache.load_back_threshold = 1
+    assert isinstance(cache.load_cache_event, type(threading.Event()))
+    return Model(cache, pool, requests, (*packed, *own))

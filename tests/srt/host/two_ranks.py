@@ -8,13 +8,13 @@ vain ends after a minute.
 from collections import Counter
 from datetime import timedelta
 
-import hybrid_tier
 import pytest
 import torch.distributed as dist
 from host_tier import slots
 from rank_processes import go_through
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
+from tree_model import KINDS, build, pool_of, publish_server, request_pool
 
 PAGE_SIZE, TOKENS = 4, 128
 SHORT, LONGER = prompt(8), prompt(16)
@@ -50,25 +50,13 @@ class Rank:
         }  # fmt: skip
 
     def model(self, groups="tensor", store=None):
-        from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
-        from sglang.srt.server_args import ServerArgs
-
         sizes = {"pp_size": 2} if groups == "pipeline" else {"tp_size": 2}
-        args = ServerArgs(
-            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=PAGE_SIZE,
-            hicache_ratio=2.0, hicache_storage_backend=store and "file", served_model_name="model",
-            hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
-            hicache_storage_prefetch_policy="wait_complete", **sizes,
-        )  # fmt: skip
-        get_parallel().clear_stamp()
-        publish(args, role="scheduler", ranks=SpawnRanks(self.rank, None, 0))
-        self.patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
-        requests = hybrid_tier.request_pool("kda", 6)
-        pool = hybrid_tier.hybrid_pool("fp4", requests.mamba_pool, "layer_major", PAGE_SIZE, TOKENS)
-        ranks = dict(self.groups[groups])
-        return hybrid_tier.make_model(
-            args, ranks.pop("tp_cache_group"), pool, requests, PAGE_SIZE, self.patch, **ranks
+        args = publish_server(
+            self.patch, rank=self.rank, page_size=PAGE_SIZE, store=store, hicache_ratio=2.0, **sizes
         )
+        requests = request_pool()
+        pool = pool_of(KINDS["hybrid"], "fp4", PAGE_SIZE, TOKENS // PAGE_SIZE, requests)
+        return build(args, self.groups[groups], pool, requests)
 
     def lose(self, which, model, tokens):
         """Compute a prompt whose backup fails twice on rank 1: of its rows, or of its state."""
@@ -89,9 +77,7 @@ class Rank:
         model = found[-1][0]
         return {
             "lengths": [length for _, length in found], "failures": failures,
-            "free": [tier.available_size() for tier in model.tiers]
-            + [model.cache.token_to_kv_pool_allocator.available_size(),
-               model.requests.mamba_allocator.available_size()],
+            "free": [*(tier.available_size() for tier in model.tiers), *model.free()],
             "queued": len(model.controller.load_queue),
         }  # fmt: skip
 

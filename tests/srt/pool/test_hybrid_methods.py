@@ -10,13 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from codec_oracle import OURS_ALONE, PACKED
-from dsa_pools import layer, values
-from hybrid_pools import LAYOUTS, POOLED, hybrid_pool, stock_pool
+from pools import LAYOUTS, POOLED, hybrid_pool, layer, values
 
 pytestmark = pytest.mark.usefixtures("published")
 
 LAYER, SLOTS = 3, torch.tensor([1, 2])
 INT32 = {"dtype": torch.int32}
+
+
+def both(layout, kind):
+    return (hybrid_pool(layout, **KINDS[kind], stock=stock) for stock in (False, True))
 
 
 def combined(pool):
@@ -162,7 +165,7 @@ def test_ours_has_what_sglangs_has(layout, kind, monkeypatch):
     """The same exception type, or no exception, on both."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     differences = expected_differences(layout, kind)
-    ours, stock = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
+    ours, stock = both(layout, kind)
     absent = {"dense": OF_SPARSE, "sparse": OF_POOLED, "pooled": set()}[kind]
     for name, call in SHOWN.items():
         wanted = raised(call, stock)
@@ -176,7 +179,7 @@ def test_ours_has_what_sglangs_has(layout, kind, monkeypatch):
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_ours_lacks_what_sglangs_mla_pools_lack(layout, kind):
     for name, call in NOT_OF_MLA.items():
-        pools = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
+        pools = (*both(layout, kind),)
         ours, stock = (raised(call, pool) for pool in pools)
         wanted = NotImplementedError if name == "get_device_pool_infos" else AttributeError
         assert ours is stock is wanted, name
@@ -187,6 +190,6 @@ def test_ours_lacks_what_sglangs_mla_pools_lack(layout, kind):
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_constants_are_sglangs(layout, kind):
-    ours, stock = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
+    ours, stock = both(layout, kind)
     for name, value in CONSTANTS.items():
         assert getattr(ours, name) is getattr(stock, name) is value, name

@@ -1,70 +1,64 @@
-"""LayoutHybridLinearKVPool, the real class on SGLang's real base class: attributes and refusals."""
+"""LayoutHybridLinearKVPool: what it passes on to the pool of rows and to the pool of states.
 
+Pooled index keys are in test_hybrid_pooled_keys.py, all other names of SGLang's class in
+test_hybrid_methods.py.
+"""
+
+import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from dsa_pools import layer, values
-from hybrid_pools import (
+from pools import (
+    ARRANGEMENTS,
     DTYPES,
-    LAYOUTS,
+    LINEAR_LAYERS,
     MLA_LAYERS,
-    PAGE,
-    ROW_BYTES,
-    SIZE,
-    as_bytes,
+    POOLED,
+    assert_holds,
+    copied,
+    fill,
+    guard,
     hybrid_pool,
-    stock_pool,
+    layer,
+    values,
+    waits,
 )
-from hybrid_rows import PACKED, everywhere, fill
 
 pytestmark = pytest.mark.usefixtures("published")
 
 
-# -------------------------------------------------------------------- sizes and attributes
+LAYOUTS = oracle.LAYOUTS
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+PROPERTIES = [
+    "dsa_kv_cache_store_fp8", "kv_cache_dim", "index_head_dim", "quant_block_size", "index_kpool",
+    "index_page_size", "tail_extra_slots", "index_kpool_compress",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("rope", [64, 0])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sizes_and_shapes(layout, rope, page_size):
-    """Sizes count the rows only; the pool of states counts its own bytes."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, RowPool
-
-    pool = hybrid_pool(layout, rope=rope, page_size=page_size)
-    row, slots = ROW_BYTES[layout][rope == 0], SIZE + page_size
-    assert isinstance(pool, HybridLinearKVPool)
-    assert isinstance(pool, RowPool)
-    assert type(pool.full_kv_pool) is LayoutMLATokenToKVPool
-    assert pool.row_pool is pool.full_kv_pool
-    assert pool.get_kv_size_bytes() == slots * len(MLA_LAYERS) * row
-    assert pool.mem_usage == pytest.approx(pool.get_kv_size_bytes() / 2**30)
-    assert pool.get_kv_buffer_shape() == ((slots, 1, 512 + rope), (slots, 1, 512))
-    assert pool.get_v_head_dim() == 512
-    assert (pool.kv_lora_rank, pool.qk_rope_head_dim) == (512, rope)
-    assert pool.row_format.row_bytes == row
-    assert pool.kv_cache_dim * pool.full_kv_pool.store_dtype.itemsize == row
-    pointers, sizes, page_bytes = pool.get_contiguous_buf_infos()
-    assert pointers == [tensor.data_ptr() for tensor in pool.full_kv_pool.kv_buffer]
-    assert (sizes, page_bytes) == ([slots * row] * 3, [page_size * row] * 3)
-    assert pool.get_kv_layer_ids() == MLA_LAYERS
-    (declared,) = pool.host_pool_decls()
-    assert (declared.pool_name.value, declared.device_pool) == ("kv", pool.full_kv_pool)
+def as_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-@everywhere
-@pytest.mark.parametrize("layout", LAYOUTS)
+# -------------------------------------------------------------------- attributes
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@every_layout
 def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrangement):
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     options = HostTierOptions(engine="cpu")
-    pool = hybrid_pool(layout, arrangement, options={"host_tier": options, "readers": ("kvpool_mla",)})
+    pool = hybrid_pool(layout, arrangement, host_tier=options, readers=("kvpool_mla",))
     assert pool.kv_cache_layout == layout
     assert pool.kv_cache_arrangement == arrangement
     assert pool.dtype == DTYPES[layout]
     assert pool.full_kv_pool.host_tier is options
-    assert pool.get_kv_size_bytes() == (SIZE + PAGE) * 3 * ROW_BYTES[layout][0]
+    assert type(pool.row_pool) is LayoutMLATokenToKVPool
+    assert pool.row_pool is pool.full_kv_pool
+    assert pool.get_kv_layer_ids() == MLA_LAYERS
+    (declared,) = pool.host_pool_decls()
+    assert (declared.pool_name.value, declared.device_pool) == ("kv", pool.full_kv_pool)
     assert pool.page_stride == pool.full_kv_pool.page_stride
     assert (pool.page_stride is None) == (arrangement != "page_major")
 
@@ -72,7 +66,7 @@ def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrange
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_dense_rows_are_what_sglangs_pool_has(layout):
     """Every getter of rows of SGLang's pool, on the same bytes."""
-    pool, stock = hybrid_pool(layout), stock_pool(layout)
+    pool, stock = hybrid_pool(layout), hybrid_pool(layout, stock=True)
     fill(pool)
     for ours, theirs in zip(pool.full_kv_pool.kv_buffer, stock.full_kv_pool.kv_buffer, strict=True):
         row_bytes = ours.view(torch.uint8)
@@ -103,13 +97,6 @@ def test_dense_rows_are_what_sglangs_pool_has(layout):
                 assert np.array_equal(as_bytes(found), as_bytes(wanted))
 
 
-@pytest.mark.parametrize("getter", ["get_key_buffer", "get_value_buffer", "get_kv_buffer"])
-@pytest.mark.parametrize("layout", PACKED)
-def test_packed_rows_have_no_values(layout, getter):
-    with pytest.raises(TypeError, match=rf"on a {layout} pool: .*get_row_buffer.*kvpool_mla"):
-        getattr(hybrid_pool(layout), getter)(3)
-
-
 # -------------------------------------------------------------------- refusals
 
 
@@ -117,29 +104,23 @@ def test_models_and_pools_that_it_is_not_for():
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     with pytest.raises(ValueError, match="attention backend fa3 cannot read"):
-        hybrid_pool("fp4", options={"readers": ("fa3",)})
+        hybrid_pool("fp4", readers=("fa3",))
     with pytest.raises(ValueError, match="SGLang sees layout .* as torch.bfloat16"):
         hybrid_pool("fp4", dtype=torch.float8_e4m3fn)
     assert hybrid_pool("fp4", full_kv_pool_class=MLATokenToKVPool).kv_cache_layout == "fp4"
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0, "x", None])
-def test_a_bad_scale_is_named_by_the_models_layer(bad):
-    with pytest.raises(ValueError, match=r"^k_scale=.* of layer 4 is "):
-        hybrid_pool("fp8", k_scales={4: bad})
-
-
 def test_lists_of_layers():
-    pool = hybrid_pool("fp4", full_attention_layer_ids=(layer_id for layer_id in (4, 1)))
+    pool = hybrid_pool("fp4", layers=(layer_id for layer_id in (4, 1)))
     assert pool.get_kv_layer_ids() == [4, 1]
     assert pool.get_row_buffer(4).data_ptr() == pool.full_kv_pool.kv_buffer[0].data_ptr()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_the_layer_objects_id_does_not_change_during_a_call(layout):
     """Threads may share the object."""
     pool, attention = hybrid_pool(layout), layer(4)
-    nope, rope = values(1, 512, 64)
+    nope, rope = values(1)
     combined, seen = torch.cat([nope, rope], -1), set()
     inner = pool.full_kv_pool
 
@@ -162,7 +143,90 @@ def test_the_layer_objects_id_does_not_change_during_a_call(layout):
 
 def test_a_stage_without_mla_layers():
     """A pipeline stage."""
-    pool = hybrid_pool("fp4", full_attention_layer_ids=[])
+    pool = hybrid_pool("fp4", layers=[])
     assert pool.get_kv_size_bytes() == 0
     assert pool.get_contiguous_buf_infos() == ([], [], [])
     assert pool.get_kv_layer_ids() == []
+
+
+def test_states_are_described_by_their_own_pool():
+    """For a transfer to a decode server, for example."""
+    pool = hybrid_pool("fp4")
+    assert pool.get_state_buf_infos() == pool.mamba_pool.get_contiguous_buf_infos()
+    assert pool.get_state_layer_ids() == pool.mamba_pool.get_state_layer_ids()
+    assert pool.get_state_dim_per_tensor() == pool.mamba_pool.get_state_dim_per_tensor()
+    assert pool.get_state_slice_outer_counts() == pool.mamba_pool.get_state_slice_outer_counts()
+    assert pool.get_state_conv_shard_groups() == pool.mamba_pool.get_state_conv_shard_groups()
+    assert len(pool.get_state_slice_outer_counts()) == len(pool.get_state_conv_shard_groups()) != 0
+
+
+# -------------------------------------------------------------------- sparse attention
+
+
+@pytest.mark.parametrize("start_layer", [0, 1])
+def test_broadcastable_index_keys_are_those_of_their_model_layer(start_layer):
+    pool = hybrid_pool("fp4", sparse=True, start_layer=start_layer)
+    wanted, waited = fill(pool), waits(pool)
+    for place, layer_id in enumerate(MLA_LAYERS):
+        buffer = pool.get_broadcastable_index_k_with_scale_buffer(layer_id)
+        assert buffer.data_ptr() == pool.full_kv_pool.index_k_with_scale_buffer[place].data_ptr()
+        assert np.array_equal(buffer.numpy(), wanted["index", layer_id])
+    assert waited == [layer_id - start_layer for layer_id in MLA_LAYERS]
+
+
+def test_what_only_sharded_pools_have(monkeypatch):
+    """SGLang's wrapper calls two methods that only some inner pools have; they receive the inner layer id."""
+    pool = hybrid_pool("fp4", sparse=True)
+    guard(pool)
+    wanted = copied(pool)
+    for layer_id in (*MLA_LAYERS, *LINEAR_LAYERS):
+        assert pool.invalidate_index_buffer_for_layer(layer_id) is None
+    assert_holds(pool, wanted)
+    asked, kind = [], type(pool.full_kv_pool)
+    for name in ("invalidate_index_buffer_for_layer", "_get_broadcastable_index_buffer"):
+        monkeypatch.setattr(kind, name, lambda self, at, name=name: asked.append((name, at)), raising=False)
+    for place, layer_id in enumerate(MLA_LAYERS):
+        pool.invalidate_index_buffer_for_layer(layer_id)
+        pool.get_broadcastable_index_k_with_scale_buffer(layer_id)
+        assert [at for _, at in asked] == [place] * 2
+        assert len(dict(asked)) == 2
+        asked.clear()
+    with pytest.raises(ValueError, match="layer_id=2 not in full attention layers"):
+        pool.invalidate_index_buffer_for_layer(2)
+
+
+@pytest.mark.parametrize("layer_id", [*LINEAR_LAYERS, 6, -1])
+def test_layers_without_index_keys_are_refused(layer_id):
+    pool = hybrid_pool("fp4", sparse=True)
+    guard(pool)
+    keys, scales, slots, wanted = torch.ones(1, 128), torch.ones(1, 1), torch.tensor([1]), copied(pool)
+    calls = (
+        lambda: pool.set_index_k_scale_buffer(layer_id, slots, keys, scales),
+        lambda: pool.get_index_k_with_scale_buffer(layer_id),
+        lambda: pool.get_broadcastable_index_k_with_scale_buffer(layer_id),
+        lambda: pool.get_index_k_scale_buffer(layer_id, slots, slots[None], 1, 1),
+        lambda: pool.get_compress_tail_buffers(layer_id),
+        lambda: pool.set_compress_tail_for_request(layer_id, slots, keys, keys, 1, 0),
+        lambda: pool.kpool_decode_update_index_cache(layer_id, *[None] * 8),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"layer_id={layer_id} not in full attention layers"):
+            call()
+    assert_holds(pool, wanted)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@every_layout
+def test_properties_are_those_of_the_inner_pool(layout, pooled):
+    asked = POOLED if pooled else {"sparse": True}
+    pool = hybrid_pool(layout, **asked)
+    said = {name: getattr(pool, name) for name in PROPERTIES}
+    assert said == {name: getattr(pool.full_kv_pool, name) for name in PROPERTIES}
+    wanted = (128, 128, 4, 64, 2, True) if pooled else (128, 128, 1, 64, 0, False)
+    assert tuple(said[name] for name in PROPERTIES[2:]) == wanted
+    assert said["dsa_kv_cache_store_fp8"] is (layout == "fp8_block_scale")
+    if layout not in oracle.OURS_ALONE:  # SGLang's pool has no such rows
+        stock = hybrid_pool(layout, stock=True, **asked)
+        assert said == {name: getattr(stock, name) for name in PROPERTIES}
+        assert pool.get_kv_size_bytes() == stock.get_kv_size_bytes()
+        assert pool.mem_usage == stock.mem_usage

@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 import torch
 from codec_oracle import LAYOUTS, OURS_ALONE
-from dsa_pools import index_pages
-from hybrid_pools import (
-    LINEAR_LAYERS,
-    MLA_LAYERS,
-    POOLED,
-    hybrid_pool,
-    place,
-    state_tensors,
-    stock_pool,
-    waits,
-)
+from pools import LINEAR_LAYERS, MLA_LAYERS, POOLED, hybrid_pool, index_pages, rows, state_tensors, waits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("published")]
 
@@ -31,7 +21,7 @@ BLOCKS = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11]], dtype=torch.int32)
 
 
 def both(layout, **extra):
-    return [make(layout, **POOLED, **extra) for make in (hybrid_pool, stock_pool)]
+    return [hybrid_pool(layout, **POOLED, stock=stock, **extra) for stock in (False, True)]
 
 
 def tails(pool):
@@ -41,7 +31,7 @@ def tails(pool):
 
 
 def assert_same_index(ours, stock):
-    for found, wanted in zip(index_pages(ours.full_kv_pool), index_pages(stock.full_kv_pool), strict=True):
+    for found, wanted in zip(index_pages(ours), index_pages(stock), strict=True):
         assert np.array_equal(found, wanted)
     for pair, wanted in zip(tails(ours), tails(stock), strict=True):
         for found, part in zip(pair, wanted, strict=True):
@@ -49,8 +39,7 @@ def assert_same_index(ours, stock):
 
 
 def rows_are_empty(pool):
-    everything = [*pool.full_kv_pool.kv_buffer, *state_tensors(pool).values()]
-    return not any(tensor.view(torch.uint8).any() for tensor in everything)
+    return not any(part.any() for part in [*rows(pool), *state_tensors(pool.mamba_pool)])
 
 
 def vectors(tokens, seed):
@@ -80,14 +69,14 @@ def decode(pool, layer_id, position, round_scale=False):
 @pooled_layouts
 def test_sizes(layout):
     ours, stock = both(layout)
-    shapes = [part.shape for part in index_pages(ours.full_kv_pool)]
-    assert shapes == [part.shape for part in index_pages(stock.full_kv_pool)] == [(3, 64 * 132)] * 3
+    shapes = [part.shape for part in index_pages(ours)]
+    assert shapes == [part.shape for part in index_pages(stock)] == [(3, 64 * 132)] * 3
     for layer_id in MLA_LAYERS:
         for number, part in enumerate(ours.get_compress_tail_buffers(layer_id)):
             assert (part.shape, part.dtype) == ((REQUESTS, TAIL, 128), torch.bfloat16)
             inner = ours.full_kv_pool
             kept = (inner._compress_tail_k, inner._compress_tail_score)[number]
-            assert part.data_ptr() == kept[place(layer_id)].data_ptr()
+            assert part.data_ptr() == kept[MLA_LAYERS.index(layer_id)].data_ptr()
 
 
 @pytest.mark.parametrize(("tokens", "start"), [(3, 0), (2, 5), (0, 4)])
@@ -109,9 +98,9 @@ def test_tails_of_a_prefilled_request(layout, layer_id, tokens, start):
             wanted[2, (start + token) % TAIL] = part[token]
         assert torch.equal(found, wanted)
     for other in set(MLA_LAYERS) - {layer_id}:
-        assert not any(part.any() for part in tails(ours)[place(other)])
+        assert not any(part.any() for part in tails(ours)[MLA_LAYERS.index(other)])
     assert_same_index(ours, stock)
-    assert not any(part.any() for part in index_pages(ours.full_kv_pool))
+    assert not any(part.any() for part in index_pages(ours))
     assert rows_are_empty(ours)
 
 
@@ -129,7 +118,7 @@ def test_decoded_tokens_fill_keys_of_their_model_layer(layout, layer_id, round_s
         assert torch.equal(ring[0], keys)
         assert torch.equal(ring[1], scores)
         assert_same_index(ours, stock)
-        pages = index_pages(ours.full_kv_pool)[place(layer_id)]
+        pages = index_pages(ours)[MLA_LAYERS.index(layer_id)]
         filled = (position + 1) // 4
         for page in (1, 2):  # of requests 1 and 2: keys, then scales
             assert pages[page, : 128 * filled].any() == (filled > 0)
@@ -138,8 +127,8 @@ def test_decoded_tokens_fill_keys_of_their_model_layer(layout, layer_id, round_s
         assert not pages[0].any()
     assert waited == []
     for other in set(MLA_LAYERS) - {layer_id}:
-        assert not index_pages(ours.full_kv_pool)[place(other)].any()
-        assert not any(part.any() for part in tails(ours)[place(other)])
+        assert not index_pages(ours)[MLA_LAYERS.index(other)].any()
+        assert not any(part.any() for part in tails(ours)[MLA_LAYERS.index(other)])
     assert rows_are_empty(ours)
 
 
@@ -179,7 +168,7 @@ def test_cpu_copies_carry_the_tails_of_a_request(layout, monkeypatch):
             for position in range(6):
                 decode(pool, layer_id, position)
     was_tails = [[part.copy() for part in pair] for pair in tails(ours)]
-    was_pages = [part.copy() for part in index_pages(ours.full_kv_pool)]
+    was_pages = [part.copy() for part in index_pages(ours)]
     for pool in (ours, stock):
         state = torch.tensor([1])
         saved = pool.get_cpu_copy(before, mamba_indices=state, req_pool_index=1)
@@ -190,13 +179,13 @@ def test_cpu_copies_carry_the_tails_of_a_request(layout, monkeypatch):
             was[3] = was[1]
             assert np.array_equal(found, was)
         was_pages[number][2] = was_pages[number][1]
-        assert np.array_equal(index_pages(ours.full_kv_pool)[number], was_pages[number])
+        assert np.array_equal(index_pages(ours)[number], was_pages[number])
 
 
 @pooled_layouts
 def test_refusals_are_sglangs(layout):
     plain = hybrid_pool(layout, sparse=True)
-    for pool in (plain, stock_pool(layout, sparse=True)):
+    for pool in (plain, hybrid_pool(layout, sparse=True, stock=True)):
         with pytest.raises(AssertionError, match="kpool compress is disabled"):
             pool.get_compress_tail_buffers(3)
         with pytest.raises(AssertionError, match="kpool compress is disabled"):

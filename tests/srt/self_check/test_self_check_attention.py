@@ -141,7 +141,7 @@ def test_slots_that_are_taken_for_rows_of_others(kind, arrangement, monkeypatch)
 
 
 def sparse_reader(layout):
-    from dsa_pools import dsa_pool
+    from pools import dsa_pool
 
     from sgl_kvpool.attention.decode import DecodeWorkspace
     from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes

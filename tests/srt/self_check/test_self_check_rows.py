@@ -2,26 +2,29 @@
 
 import itertools
 
-import dsa_pools
-import hybrid_pools
 import pytest
-from codec_oracle import NARROW
-from host_tier import ARRANGEMENTS, LAYOUTS, START, device_pool, fill, memory
+from codec_oracle import LAYOUTS, NARROW
+from pools import (
+    ARRANGEMENTS,
+    START,
+    assert_holds,
+    copied,
+    device_pool,
+    dsa_pool,
+    fill,
+    hybrid_pool,
+    waits,
+)
 
 pytestmark = pytest.mark.usefixtures("published")
-
-
-def every_byte(pool):
-    return [part.copy() for part in memory(pool.row_pool)]
 
 
 def passes(pool):
     from sgl_kvpool.srt.self_check import check_rows
 
-    before = every_byte(pool)
+    before = copied(pool)
     assert check_rows(pool) == "rows of 3 of 3 layers"
-    for was, now in zip(before, every_byte(pool), strict=True):
-        assert (was == now).all()
+    assert_holds(pool, before)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 61])
@@ -34,16 +37,15 @@ def test_dense_pools(layout, arrangement, page_size):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sparse_pools(layout):
-    pool = dsa_pools.dsa_pool(layout)
-    _, index = dsa_pools.fill(pool)
+    pool = dsa_pool(layout)
+    fill(pool)
     passes(pool)
-    assert all((was == now).all() for was, now in zip(index, dsa_pools.index_pages(pool), strict=True))
 
 
 @pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
 def test_hybrid_pools(layout, arrangement):
-    pool = hybrid_pools.hybrid_pool(layout, arrangement)
-    fill(pool.row_pool)
+    pool = hybrid_pool(layout, arrangement)
+    fill(pool)
     passes(pool)
 
 
@@ -149,7 +151,7 @@ def test_layers_in_another_order(monkeypatch):
 
 
 def test_layers_of_a_hybrid_pool_in_another_order(monkeypatch):
-    pool = hybrid_pools.hybrid_pool("fp4")
+    pool = hybrid_pool("fp4")
     places = dict(zip([1, 3, 4], [2, 1, 0], strict=True))
     monkeypatch.setattr(pool, "_transfer_full_attention_id", places.__getitem__)
     assert "written to the pool" in difference(pool)
@@ -166,7 +168,7 @@ def test_neighbours_that_are_written_too(sparse, monkeypatch):
         rows[slots - 1, 0] ^= 1
 
     monkeypatch.setattr(mla, "store_rows", wide)
-    pool = dsa_pools.dsa_pool("fp4") if sparse else device_pool("fp4", page_size=64, pages=9)
+    pool = dsa_pool("fp4") if sparse else device_pool("fp4", page_size=64, pages=9)
     assert "rows of fp4 written to the pool: byte 0 of layer" in difference(pool)
 
 
@@ -192,14 +194,14 @@ def test_waiting_for_another_layer(monkeypatch):
 
 
 def test_a_hybrid_pool_that_does_not_wait(monkeypatch):
-    pool = hybrid_pools.hybrid_pool("fp4")
+    pool = hybrid_pool("fp4")
     monkeypatch.setattr(pool, "_wait_for_layer", lambda layer_id: None)
     assert "get_row_buffer of layer 1 waited for layers [], expected 1" in difference(pool)
 
 
 def test_the_counter_is_given_back():
-    for pool in (device_pool("fp4"), hybrid_pools.hybrid_pool("fp4")):
-        counter = hybrid_pools.waits(pool)
+    for pool in (device_pool("fp4"), hybrid_pool("fp4")):
+        counter = waits(pool)
         registered = pool.layer_transfer_counter
         passes(pool)
         assert pool.layer_transfer_counter is registered

@@ -1,0 +1,443 @@
+"""Each of our pool classes in each layout: rows are written, read, moved and described.
+
+The real classes on SGLang's real base classes. What one class alone does is in test_dense_pool.py,
+test_dsa_pool.py and test_hybrid_pool.py. A1, A5, B2 and B3 are items of the vLLM checklist of
+tests/connectors.
+"""
+
+import itertools
+from functools import partial
+
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from pools import (
+    DSA_DTYPES,
+    DTYPES,
+    INDEX_BYTES,
+    INDEX_PAGE_BYTES,
+    LINEAR_LAYERS,
+    assert_holds,
+    at,
+    copied,
+    device_pool,
+    dsa_pool,
+    fill,
+    guard,
+    hybrid_pool,
+    index_pages,
+    layer,
+    layer_ids,
+    memory,
+    rows,
+    values,
+    waits,
+)
+
+pytestmark = pytest.mark.usefixtures("published")
+
+LAYOUTS, PACKED = oracle.LAYOUTS, oracle.PACKED
+#: Page size -> size of the pool, and slots: the last one, the first of a page and its neighbours. Not slot 0,
+#: which SGLang's own writers skip.
+PAGES = {
+    1: (15, [15, 3, 6, 1]),
+    2: (14, [15, 2, 6, 1]),
+    4: (12, [15, 4, 7, 1]),
+    61: (122, [182, 61, 60, 1]),
+    64: (128, [191, 64, 63, 1]),
+}
+
+
+def of_pages(page_size, make=device_pool, **extra):
+    return make, {"page_size": page_size, "size": PAGES[page_size][0], **extra}
+
+
+#: The second of three layers reuses the first one's top-k, and has no index keys.
+SHARED = [False, True, False]
+#: Factory and arguments; page sizes and arrangements decide where a row is, geometries where its parts are.
+KINDS = {
+    "dense": of_pages(1),
+    "dense-256-64": of_pages(4, kv_lora_rank=256),
+    "dense-128-0": of_pages(1, kv_lora_rank=128, qk_rope_head_dim=0),
+    **{f"{arrangement}-{page_size}": of_pages(page_size, arrangement=arrangement)
+       for arrangement in ("token_major", "page_major") for page_size in (1, 2, 61)},
+    "dsa": (dsa_pool, {"skip_topk_layers": SHARED}),
+    "dsa-512-0": (dsa_pool, {"rope": 0}),
+    "dsa-256-0": (dsa_pool, {"rank": 256, "rope": 0}),
+    "hybrid": of_pages(4, hybrid_pool),
+    "hybrid-512-0": of_pages(4, hybrid_pool, qk_rope_head_dim=0),
+    "hybrid-token_major": of_pages(4, hybrid_pool, arrangement="token_major", start_layer=1),
+    "hybrid-page_major": of_pages(61, hybrid_pool, arrangement="page_major"),
+    "hybrid-sparse": (hybrid_pool, {"sparse": True, "skip_topk_layers": SHARED, "start_layer": 1}),
+}  # fmt: skip
+every_pool = pytest.mark.parametrize(("kind", "layout"), list(itertools.product(KINDS, LAYOUTS)))
+SPARSE = list(itertools.product(["dsa", "hybrid-sparse"], LAYOUTS))
+every_sparse_pool = pytest.mark.parametrize(("kind", "layout"), SPARSE)
+METHODS = ["set_mla_kv_buffer", "set_kv_buffer"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_to_wait_for(monkeypatch):
+    """SGLang's copies to the CPU call `torch.cuda.synchronize`, the only part that needs a GPU."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+class Pool:
+    """A pool of a kind with k_scales for its first and last layers, and what its bytes have to be."""
+
+    def __init__(self, kind, layout, **extra):
+        make, arguments = KINDS[kind]
+        self.is_sparse, self.is_hybrid = "dsa" in kind or "sparse" in kind, kind.startswith("hybrid")
+        self.aligned = 1 if self.is_sparse else 16
+        self.rank = arguments.get("kv_lora_rank", arguments.get("rank", 512))
+        self.rope = arguments.get("qk_rope_head_dim", arguments.get("rope", 64))
+        first, *_, last = layer_ids(make(layout, **arguments))
+        self.pool = make(layout, k_scales={first: 0.25, last: 3.0}, **arguments, **extra)
+        self.layers = layer_ids(self.pool)
+        self.scales = [0.25, 1.0, 3.0] if layout == "fp8" else [1.0] * 3
+        self.layout, self.page_size, self.start = layout, self.pool.page_size, arguments.get("start_layer", 0)
+        self.has_keys = self.is_sparse or (
+            layout not in PACKED and ("page_major" not in kind or self.page_size == 1)
+        )
+        self.slots, self.row_bytes = PAGES[self.page_size][1], self.row_bytes_of(layout)
+        guard(self.pool)
+
+    def row_bytes_of(self, layout):
+        return oracle.row_bytes(layout, self.rank, self.rope, self.aligned)
+
+    def values(self, tokens=4, seed=0):
+        return values(tokens, self.rank, self.rope, seed)
+
+    def encoded(self, place, nope, rope):
+        parts = nope.squeeze(1), rope.squeeze(1) if self.rope else None
+        return oracle.encode(*parts, self.layout, self.rank, self.rope, self.row_bytes, self.scales[place])
+
+    def write(self, method, layer_object, loc, nope, rope, **extra):
+        """Write through a layer object with a wrong k_scale, as in SGLang's prefill."""
+        if layer_object is not None:
+            layer_object.k_scale, layer_object.k_scale_float = None, 99.0
+        if method == "set_kv_buffer":
+            combined = torch.cat([nope, rope], -1)
+            self.pool.set_kv_buffer(layer_object, loc, combined, combined[..., : self.rank], **extra)
+        else:
+            self.pool.set_mla_kv_buffer(layer_object, loc, nope, rope if self.rope else None, **extra)
+
+    def stored(self):
+        """Write rows of values to `slots` of each layer without the pool's methods; returns them by layer."""
+        found = {}
+        for place, layer_id in enumerate(self.layers):
+            found[layer_id] = self.encoded(place, *self.values(seed=place))
+            rows(self.pool)[place][at(self.pool, self.slots)] = found[layer_id]
+        return found
+
+    def waits_for(self, layer_id):
+        """What a reader of a layer waits for: the counter of a hybrid model counts its other layers too."""
+        if self.is_hybrid:
+            return layer_id - self.start
+        return self.layers.index(layer_id)
+
+    def readers(self, layer_id):
+        """A call of each method that reads a layer."""
+        found = [
+            lambda: self.pool.get_row_buffer(layer_id),
+            lambda: self.pool.get_mla_kv_buffer(layer(layer_id), torch.tensor([1]), torch.bfloat16),
+        ]
+        if self.has_keys:
+            found.append(lambda: self.pool.get_key_buffer(layer_id))
+        if self.has_keys and self.layout not in PACKED:
+            found.append(lambda: self.pool.get_value_buffer(layer_id))
+        return found
+
+    def writers(self, layer_id):
+        given = layer(layer_id), torch.tensor([1]), *self.values(1)
+        return [partial(self.write, method, *given) for method in METHODS]
+
+
+# -------------------------------------------------------------------- sizes
+
+
+@every_pool
+def test_sizes_and_descriptions(kind, layout):
+    case = Pool(kind, layout)
+    pool, row, page = case.pool, case.row_bytes, case.page_size
+    slots = pool.size + page
+    total, one_buffer = 3 * slots * row, "major" in kind
+    assert [part.shape for part in rows(pool)] == [(slots // page, page, row)] * 3
+    assert [len(part) for part in memory(pool)] == ([total] if one_buffer else [total // 3] * 3)
+    index = sum(part.nbytes for part in index_pages(pool))
+    assert pool.get_kv_size_bytes() == total + index
+    assert pool.mem_usage == pytest.approx((total + index) / 2**30)
+    assert pool.get_kv_buffer_shape() == ((slots, 1, case.rank + case.rope), (slots, 1, case.rank))
+    assert pool.get_v_head_dim() == case.rank
+    pointers, lengths, items = pool.get_contiguous_buf_infos()
+    buffers, per_buffer = (1, 3) if one_buffer else (3, 1)
+    assert lengths == [total // buffers] * buffers
+    assert items == [per_buffer * page * row] * buffers
+    # A transfer engine reads page 1 as the second item of each buffer.
+    for place, part in enumerate(rows(pool)):
+        begin = part[1].__array_interface__["data"][0] - pointers[place // per_buffer]
+        last = begin + sum((n - 1) * step for n, step in zip(part[1].shape, part[1].strides, strict=True))
+        assert items[0] <= begin <= last < 2 * items[0]
+    inner = getattr(pool, "full_kv_pool", pool)
+    assert pool.dtype == (DSA_DTYPES if case.is_sparse else DTYPES)[layout]
+    assert inner.store_dtype == (torch.bfloat16 if layout == "bf16" else torch.uint8)
+    assert pool.kv_cache_dim * inner.store_dtype.itemsize == row  # HiCache compares target and draft by these
+    assert pool.row_format.row_bytes == row
+    assert (pool.kv_lora_rank, pool.qk_rope_head_dim) == (case.rank, case.rope)
+    numbers = torch.tensor([5, -1])
+    slots_are_rows = pool.slot_to_row(numbers) is numbers
+    assert slots_are_rows == ("page_major" not in kind or page == 1)
+    if slots_are_rows and not case.is_hybrid:
+        (info,) = pool.get_device_pool_infos()
+        info.buffer_info.validate(layer_ids=info.layer_ids)
+        assert info.layer_ids == tuple(case.layers)
+        assert info.buffer_info.kv_cache_dim * info.buffer_info.dtype.itemsize == row
+        assert info.buffer_info.data_ptrs.tolist() == [tensor.data_ptr() for tensor in pool.kv_buffer]
+        assert info.buffer_info.scales is None
+
+
+@every_sparse_pool
+def test_index_pages_and_host_pools_are_declared(kind, layout):
+    """As in SGLang's class: rows, whose host pool is ours, and index keys, whose host pool is SGLang's."""
+    pool = Pool(kind, layout).pool
+    inner = getattr(pool, "full_kv_pool", pool)
+    lengths = [0 if skipped else 3 for skipped in SHARED]
+    assert [part.shape for part in index_pages(pool)] == [(pages, INDEX_PAGE_BYTES) for pages in lengths]
+    pointers, sizes, page_sizes = inner.get_state_buf_infos()
+    assert pointers == [tensor.data_ptr() for tensor in inner.index_k_with_scale_buffer]
+    assert sizes == [pages * INDEX_PAGE_BYTES for pages in lengths]
+    assert page_sizes == [INDEX_PAGE_BYTES if pages else 0 for pages in lengths]
+    kv, indexer = pool.host_pool_decls()
+    assert (kv.pool_name.value, kv.is_primary, kv.device_pool) == ("kv", True, inner)
+    assert (indexer.pool_name.value, indexer.is_primary, indexer.device_pool) == ("indexer", False, inner)
+    assert indexer.storage_info.bytes_per_token_per_layer == INDEX_BYTES
+    assert indexer.owned_device_layers == (0, 2)
+    make, arguments = KINDS[kind]
+    (alone,) = make(layout, **{**arguments, "skip_topk_layers": [True] * 3}).host_pool_decls()
+    assert alone.pool_name.value == "kv"
+
+
+# -------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("method", METHODS)
+@every_pool
+def test_b3_writes_reach_their_rows_and_nothing_else(kind, layout, method):
+    """A5, B3: by slots of both integer types, by SGLang's location, and by row numbers as in our backends."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    from sgl_kvpool.srt.pool.row_pool import RowWriteLoc
+
+    case = Pool(kind, layout)
+    wanted, slots = copied(case.pool), torch.tensor(case.slots)
+    locations = [slots, KVWriteLoc(slots), RowWriteLoc(case.pool.slot_to_row(slots))]
+    for place, (layer_id, loc) in enumerate(zip(case.layers, locations, strict=True)):
+        nope, rope = case.values(seed=place)
+        attention = layer(layer_id)
+        case.write(method, attention, loc, nope, rope)
+        assert attention.layer_id == layer_id
+        wanted["rows", layer_id][at(case.pool, case.slots)] = case.encoded(place, nope, rope)
+        assert_holds(case.pool, wanted)
+    # SGLang's graphs pass int32 locations; a part of a list is not contiguous.
+    part, (nope, rope) = torch.tensor([-7, 11, 9, 12], dtype=torch.int32)[1::2], case.values(2, seed=9)
+    case.write(method, layer(case.layers[1]), part, nope, rope)
+    wanted["rows", case.layers[1]][at(case.pool, [11, 12])] = case.encoded(1, nope, rope)
+    assert_holds(case.pool, wanted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["dense", "page_major-2", "dsa"])
+def test_the_layer_that_is_named_takes_the_rows(kind, layout, method):
+    case = Pool(kind, layout)
+    wanted, (nope, rope) = copied(case.pool), case.values()
+    for attention in (None, layer(case.layers[0])):
+        case.write(method, attention, torch.tensor(case.slots), nope, rope, layer_id_override=case.layers[2])
+        wanted["rows", case.layers[2]][at(case.pool, case.slots)] = case.encoded(2, nope, rope)
+        assert_holds(case.pool, wanted)
+
+
+@every_pool
+def test_no_tokens_and_no_rope(kind, layout):
+    case = Pool(kind, layout)
+    nope, rope = case.values()
+    attention, wanted = layer(case.layers[0]), copied(case.pool)
+    case.pool.set_mla_kv_buffer(attention, torch.tensor([], dtype=torch.int64), nope[:0], rope[:0])
+    if case.rope:
+        with pytest.raises(ValueError, match="cache_k_rope is None, but rows of this pool hold 64"):
+            case.pool.set_mla_kv_buffer(attention, torch.tensor(case.slots), nope, None)
+    else:
+        case.pool.set_mla_kv_buffer(attention, torch.tensor(case.slots), nope, rope)  # of no values
+        wanted["rows", case.layers[0]][at(case.pool, case.slots)] = case.encoded(0, nope, rope)
+    assert attention.layer_id == case.layers[0]
+    assert_holds(case.pool, wanted)
+
+
+@every_pool
+def test_reads_decode_what_is_stored(kind, layout):
+    case = Pool(kind, layout)
+    stored = case.stored()
+    dtypes = {None: torch.int64, torch.bfloat16: torch.int32, torch.float32: torch.int64}
+    for place, layer_id in enumerate(case.layers):
+        picked = stored[layer_id][[3, 0, 2]]
+        decoded = oracle.decode(picked, layout, case.rank, case.rope, case.scales[place])
+        for dtype, integer in dtypes.items():
+            slots = torch.tensor(case.slots)[[3, 0, 2]].to(integer)
+            nope, rope = case.pool.get_mla_kv_buffer(layer(layer_id), slots, dtype)
+            assert nope.shape == (3, 1, case.rank)
+            assert nope.is_contiguous()
+            if layout == "fp8" and dtype is None:  # the stored values, in the dtype SGLang sees
+                assert nope.dtype == torch.float8_e4m3fn
+                assert np.array_equal(nope.view(torch.uint8).numpy()[:, 0], picked[:, : case.rank])
+                continue
+            wanted = oracle.cast(decoded, dtype or torch.bfloat16)
+            oracle.assert_same_values(nope.squeeze(1), wanted[:, : case.rank])
+            if not case.rope:
+                assert rope is None
+                continue
+            assert rope.shape == (3, 1, case.rope)
+            assert rope.is_contiguous()
+            oracle.assert_same_values(rope.squeeze(1), wanted[:, case.rank :])
+
+
+@every_pool
+def test_b2_row_buffers_are_views_of_their_layers(kind, layout):
+    case = Pool(kind, layout)
+    was, slots = fill(case.pool), torch.tensor(case.slots)
+    inner = getattr(case.pool, "full_kv_pool", case.pool)
+    for place, layer_id in enumerate(case.layers):
+        buffer = case.pool.get_row_buffer(layer_id)
+        assert (buffer.dtype, buffer.shape[1:]) == (torch.uint8, (1, case.row_bytes))
+        found = buffer[case.pool.slot_to_row(slots)].squeeze(1).numpy()
+        assert np.array_equal(found, was["rows", layer_id][at(case.pool, case.slots)])
+        views = [buffer]
+        if case.has_keys:
+            views.append(case.pool.get_key_buffer(layer_id))
+        if case.has_keys and layout not in PACKED:
+            views += [case.pool.get_value_buffer(layer_id), *case.pool.get_kv_buffer(layer_id)]
+        assert {view.data_ptr() for view in views} == {inner.kv_buffer[place].data_ptr()}
+        assert case.pool.k_scale(layer_id) == case.scales[place]
+    if inner.cross_layer is not None:
+        homes = {view.untyped_storage().data_ptr() for view in inner.kv_buffer}
+        assert homes == {inner.cross_layer.untyped_storage().data_ptr()}
+        assert inner.cross_layer.untyped_storage().nbytes() == inner.get_kv_size_bytes()
+
+
+@every_pool
+def test_every_reader_waits_for_loads_of_its_layer(kind, layout):
+    case = Pool(kind, layout)
+    waited = waits(case.pool)
+    if case.is_hybrid:
+        assert case.pool.full_kv_pool.layer_transfer_counter is None
+    for place, layer_id in enumerate(case.layers):
+        readers = case.readers(layer_id)
+        if case.is_sparse and not SHARED[place]:
+            readers.append(partial(case.pool.get_index_k_with_scale_buffer, layer_id))
+        for read in readers:
+            read()
+            assert waited == [case.waits_for(layer_id)], read
+            waited.clear()
+        for write in case.writers(layer_id):
+            write()
+        assert waited == []
+
+
+@every_pool
+def test_layers_without_rows_are_refused(kind, layout):
+    """A negative index would read another layer's rows."""
+    case = Pool(kind, layout)
+    wanted, first, last = copied(case.pool), case.layers[0], case.layers[-1]
+    for layer_id in [*LINEAR_LAYERS, 6, -1] if case.is_hybrid else [first - 1, first - 3, last + 1]:
+        calls = [*case.readers(layer_id), *case.writers(layer_id)]
+        error, text = IndexError, f"layer {layer_id} is outside of this pool.*{first} to {last}"
+        if case.is_hybrid:
+            error, text = ValueError, f"layer_id={layer_id} not in full attention layers"
+            calls.append(partial(case.pool.k_scale, layer_id))
+        for call in calls:
+            with pytest.raises(error, match=text):
+                call()
+    assert_holds(case.pool, wanted)
+
+
+# -------------------------------------------------------------------- whole tokens
+
+
+@every_pool
+def test_moves_take_rows_and_index_keys(kind, layout):
+    """Token by token; one slot is source and target: all are read before any is written."""
+    case = Pool(kind, layout)
+    pool, wanted = case.pool, fill(case.pool)
+    last, middle, other, _ = case.slots
+    target, source = [middle, last, 9], [other, middle, 12]
+    for (what, _), part in wanted.items():
+        if what == "rows":
+            part[at(pool, target)] = part[at(pool, source)]
+        elif what == "index" and len(part):
+            keys, scales = part[:, :8192].reshape(-1, 128), part[:, 8192:].reshape(-1, 4)
+            keys[target], scales[target] = keys[source], scales[source]
+            part[:, :8192], part[:, 8192:] = keys.reshape(len(part), 8192), scales.reshape(len(part), 256)
+    pool.move_kv_cache(torch.tensor([middle, 0, last, 0, 9])[::2], torch.tensor(source, dtype=torch.int32))
+    assert_holds(pool, wanted)
+    pool.move_kv_cache(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    assert_holds(pool, wanted)
+
+
+@every_pool
+def test_copies_on_the_cpu_carry_all_that_a_request_has(kind, layout):
+    """A request is retracted: its slots go to others, and it is restored to other slots and another state."""
+    case = Pool(kind, layout)
+    pool, was = case.pool, fill(case.pool)
+    last = case.slots[0]
+    taken, back, chunk = torch.tensor([*case.slots, 9]), torch.tensor([10, last - 1, 12, 5, last - 2]), 2
+    if case.is_sparse:  # index keys are copied by pages
+        taken, back, chunk = (
+            torch.arange(64, 192),
+            torch.cat([torch.arange(128, 192), torch.arange(0, 64)]),
+            48,
+        )
+    getattr(pool, "full_kv_pool", pool).cpu_offloading_chunk_size = chunk
+    states = [{"mamba_indices": torch.tensor(slots)} if case.is_hybrid else {} for slots in ([2, 5], [1, 3])]
+    saved = pool.get_cpu_copy(taken, **states[0])
+    guard(pool)
+    wanted = copied(pool)
+    pool.load_cpu_copy(saved, back, **states[1])
+    for (what, name), part in wanted.items():
+        if what == "rows":
+            part[at(pool, back)] = was[what, name][at(pool, taken)]
+        elif what == "states":
+            part[:, [1, 3]] = was[what, name][:, [2, 5]]
+        elif len(part):
+            part[[2, 0]] = was[what, name][[1, 2]]
+    assert_holds(pool, wanted)
+
+
+# -------------------------------------------------------------------- index keys
+
+
+@every_sparse_pool
+def test_index_keys_are_written_and_read_as_sglang_does(kind, layout):
+    case = Pool(kind, layout)
+    pool, wanted, generator = case.pool, copied(case.pool), torch.Generator().manual_seed(7)
+    loc = torch.tensor([1, 64, 190])
+    waited = waits(pool)
+    for place in (0, 2):
+        layer_id, pages = case.layers[place], wanted["index", case.layers[place]]
+        keys = torch.randn(3, 128, generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.rand(3, 1, generator=generator)
+        pool.set_index_k_scale_buffer(layer_id, loc, keys, scales)
+        assert waited == []  # as in SGLang's pool: only readers wait
+        for number, slot in enumerate(loc.tolist()):
+            page, token = divmod(slot, 64)
+            pages[page, token * 128 : token * 128 + 128] = keys[number].view(torch.uint8).numpy()
+            pages[page, 8192 + token * 4 : 8192 + token * 4 + 4] = scales[number].numpy().view(np.uint8)
+        assert_holds(pool, wanted)
+        assert np.array_equal(pool.get_index_k_with_scale_buffer(layer_id).numpy(), pages)
+        # A request of 70 tokens on pages 2 and 1, gathered by SGLang's kernel.
+        length, table = torch.tensor([70], dtype=torch.int32), torch.tensor([[2, 1]], dtype=torch.int32)
+        keys, scales = pool.get_index_k_scale_buffer(layer_id, length, table, 70, 70)
+        request = pages[[2, 1]]
+        assert np.array_equal(keys.view(torch.uint8).numpy(), request[:, :8192].reshape(-1, 128)[:70])
+        assert np.array_equal(scales.view(torch.uint8).numpy(), request[:, 8192:].reshape(-1, 4)[:70])
+        assert waited == [case.waits_for(layer_id)] * 2
+        waited.clear()
