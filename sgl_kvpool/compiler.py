@@ -28,8 +28,6 @@ from sgl_kvpool.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["VARIABLE", "Module", "cpu_flags", "damaged", "folder", "libraries"]
-
 #: Variable with tvm-ffi's cache folder, in which `folder()` is.
 VARIABLE = "TVM_FFI_CACHE_DIR"
 _PACKAGE = Path(__file__).resolve().parent

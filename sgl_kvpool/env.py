@@ -9,36 +9,6 @@ from contextlib import contextmanager
 
 from sgl_kvpool.refusal import Refusal
 
-__all__ = [
-    "ALLOW_UNTESTED",
-    "CHECK_FINITE",
-    "CHILD_HOOK_GROUPS",
-    "CHILD_REFUSAL",
-    "CHOICES",
-    "DECODE_KERNEL",
-    "EFFECTS",
-    "FIX_TOPK",
-    "FLAGS",
-    "KV_CACHE_ARRANGEMENT",
-    "KV_CACHE_LAYOUT",
-    "KV_HOST_ENGINE",
-    "KV_HOST_LAYOUT",
-    "KV_HOST_SHARING",
-    "NOT_INHERITED",
-    "OPTIONS",
-    "PLUGIN",
-    "PREFILL_READS_ROWS",
-    "SGLANG_PLUGINS",
-    "VARIABLES",
-    "choice",
-    "exported_to_children",
-    "flag",
-    "is_requested",
-    "plugin_list_problem",
-    "problems",
-    "text",
-]
-
 #: Layout of the KV cache, like `--kv-cache-layout`. The prefix is KVPOOL_ because SGLang treats every SGL_X
 #: as an old name of its own and copies it to SGLANG_X.
 KV_CACHE_LAYOUT = "KVPOOL_KV_CACHE_LAYOUT"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FAILURES", "METRICS", "UNCACHED", "Event", "Metric"]
-
 
 @dataclass(frozen=True)
 class Event:

@@ -24,17 +24,6 @@ from enum import Enum
 from functools import cache
 from operator import index
 
-__all__ = [
-    "FORMAT_VERSION",
-    "Encoding",
-    "MLAKVCacheLayout",
-    "RowFormat",
-    "Segment",
-    "SegmentEncoding",
-    "check_complete",
-    "check_encodings",
-]
-
 #: Version of the byte tables below, contained in every storage key and handshake.
 FORMAT_VERSION = 1
 

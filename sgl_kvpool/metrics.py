@@ -17,8 +17,6 @@ from sgl_kvpool.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["failed", "publish", "transferred", "uncached"]
-
 _metrics: dict[str, Any] = {}
 #: Counts by kind or reason before `publish`: the codec is built before the first pool is complete.
 _before_publish: Counter[str] = Counter()

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable
 from operator import index
 
-__all__ = ["Refusal", "line", "print_without_traceback", "shown", "use", "whole_number"]
-
 
 class Refusal(ValueError):
     """Refuses a configuration at start; the text names the value, the reason and what to use instead."""

@@ -15,8 +15,6 @@ import torch
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
-__all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "causal_limits", "merge"]
-
 #: Number of rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
 WORKSPACE_TOKENS = 32768
 

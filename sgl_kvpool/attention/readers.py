@@ -14,23 +14,6 @@ from sgl_kvpool.layout import MLAKVCacheLayout, check_complete
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 
-__all__ = [
-    "DSA_BACKEND",
-    "KVPOOL_BACKEND",
-    "KVPOOL_DEVICES",
-    "PHASES",
-    "SGLANG_READERS",
-    "STRIDED_READERS",
-    "SGLangReaders",
-    "can_read",
-    "casts_pool",
-    "check_readers",
-    "obstacle",
-    "readers",
-    "sglang_dsa_reads",
-    "suggestions",
-]
-
 #: Name of our own backend; it reads every layout in every arrangement of rows.
 KVPOOL_BACKEND = "kvpool_mla"
 

@@ -26,21 +26,6 @@ from sgl_kvpool.attention.readers import SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal, whole_number
 
-__all__ = [
-    "DECODE_MODES",
-    "EXTEND_MODES",
-    "IDLE_MODES",
-    "IMPLEMENTATIONS",
-    "KVPOOL_DECODE",
-    "SPARSE_BF16",
-    "TopkTransform",
-    "UnsupportedCombination",
-    "check_combination",
-    "nearest_pair",
-    "select_topk_transform",
-    "working_pairs",
-]
-
 
 class TopkTransform(Enum):
     """Form of a batch's top-k selection; names as in SGLang's `TopkTransformMethod`."""

@@ -10,20 +10,6 @@ import torch
 from sgl_kvpool import env
 from sgl_kvpool.layout import Encoding, RowFormat
 
-__all__ = [
-    "allowed_dtype",
-    "dtype_names",
-    "finite",
-    "optional_rope",
-    "output",
-    "output_dtype",
-    "pool",
-    "same_device",
-    "scale",
-    "slots",
-    "values",
-]
-
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SLOT_DTYPES = (torch.int32, torch.int64)

@@ -14,20 +14,8 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.codec import reference
-from sgl_kvpool.codec.reference import gather_parts
 from sgl_kvpool.compiler import Module, cpu_flags
 from sgl_kvpool.layout import Encoding, RowFormat, check_encodings
-
-__all__ = [
-    "CSRC",
-    "encode_rows",
-    "encoder",
-    "gather_parts",
-    "latent_id",
-    "module",
-    "row_layout",
-    "store_rows",
-]
 
 #: Folder of the C++ sources.
 CSRC = Path(__file__).resolve().parent / "csrc"
@@ -112,3 +100,4 @@ def encode_rows(
 
 
 store_rows = partial(reference.store_rows, encode=encode_rows)
+gather_parts = reference.gather_parts

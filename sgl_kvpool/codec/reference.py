@@ -15,8 +15,6 @@ import torch
 from sgl_kvpool.codec import scalars
 from sgl_kvpool.layout import Encoding, RowFormat, Segment, check_encodings
 
-__all__ = ["encode_rows", "gather_parts", "store_rows"]
-
 #: Rows per chunk on a CPU: 1 MB of fp32 for a latent of 512.
 _CHUNK_ROWS = 512
 

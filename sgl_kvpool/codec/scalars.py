@@ -20,24 +20,6 @@ from functools import cache
 
 import torch
 
-__all__ = [
-    "E2M1_MAX",
-    "E4M3_MAX",
-    "FP32_TINY",
-    "UE5M3_MAX_BYTE",
-    "divide_",
-    "e2m1_codes",
-    "e2m1_pairs_table",
-    "e4m3_pairs_table",
-    "finite_fp32",
-    "pairwise_sum",
-    "round_to_e2m1",
-    "round_to_e4m3_",
-    "ue5m3_bytes",
-    "ue5m3_candidates",
-    "ue5m3_values",
-]
-
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 #: Byte of the largest ue5m3 scale, 61440. The bytes above it would be infinity and NaN as fp16.

@@ -23,18 +23,6 @@ import triton.language as tl
 from sgl_kvpool.codec.triton_segments import load_as, store_values
 from sgl_kvpool.layout import RowFormat, Segment
 
-__all__ = [
-    "can_address",
-    "encode_rows",
-    "gather_kernel",
-    "gather_parts",
-    "geometry",
-    "is_native",
-    "launching_on",
-    "store_kernel",
-    "store_rows",
-]
-
 #: Tokens per program. With 4 warps and R = 512, a thread then writes at least 16 bytes of FP4 codes in
 #: `store_kernel` and of any output in `gather_kernel`; twice as many tokens would take more registers (read
 #: from the compiled code, not timed).

@@ -15,19 +15,6 @@ whose own conversions truncate.
 import triton
 import triton.language as tl
 
-__all__ = [
-    "decode_e2m1_pairs",
-    "e4m3_bytes",
-    "e4m3_values",
-    "encode_e2m1_blocks",
-    "finite_fp32",
-    "fp32_of_bf16_bits",
-    "fp32_to",
-    "pairwise_sum_16",
-    "ue5m3_bytes",
-    "ue5m3_values",
-]
-
 _BF16_MAX = tl.constexpr(3.3895313892515355e38)
 _E4M3_MAX = tl.constexpr(448.0)
 

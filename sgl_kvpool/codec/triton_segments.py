@@ -18,8 +18,6 @@ from sgl_kvpool.codec.triton_scalars import (
     ue5m3_values,
 )
 
-__all__ = ["load_as", "load_values", "store_values"]
-
 _FP32_TINY = tl.constexpr(1.1754943508222875e-38)
 
 

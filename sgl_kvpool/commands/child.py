@@ -6,8 +6,6 @@ import json
 import os
 from typing import Any
 
-__all__ = ["Answers"]
-
 
 class Answers:
     """In a child: its answers, on the stdout with which it was started; what is printed goes to stderr."""

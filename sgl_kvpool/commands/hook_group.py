@@ -3,8 +3,6 @@
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 from sgl_kvpool.sglang_plugin.imports import importing_sglang
 
-__all__ = ["COMMANDS"]
-
 #: What the commands import of SGLang besides the modules of other groups.
 COMMANDS = HookGroup(
     "commands",

@@ -7,8 +7,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["machine", "processor"]
-
 
 def processor() -> str:
     """Name of the processor."""

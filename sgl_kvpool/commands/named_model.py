@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NamedModel", "find_model", "weights_gib"]
-
 _GIB = 1 << 30
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 #: Time limit for fetching a configuration from Hugging Face, in seconds.

@@ -17,8 +17,6 @@ from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.attention import UNSHOWN_ALGORITHMS
 
-__all__ = ["page"]
-
 _Rows = Iterator[Iterable[object]]
 
 #: Geometries in the table of layouts: latent values, rotary values, whether the pool is one of DSA.

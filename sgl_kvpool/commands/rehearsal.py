@@ -7,8 +7,6 @@ from typing import Any
 from sgl_kvpool.attention.readers import sglang_dsa_reads
 from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
-__all__ = ["make_pool", "publish"]
-
 
 def publish(device: str, **arguments: Any) -> None:
     """Set the global state in which SGLang's classes expect a server's arguments (fields of `ServerArgs`)."""

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_gpu", "progress"]
-
 #: Prints the driver's error code and the number of GPUs. Run in its own process, because processes that have
 #: initialized CUDA cannot fork. Importing torch takes 3 to 100 s.
 _ASK_DRIVER = """

@@ -20,8 +20,6 @@ from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.refusal import whole_number
 from sgl_kvpool.transfer.cpu_engine import copy_checked_pages
 
-__all__ = ["allocate_cross_layer", "allocate_states", "as_canonical", "copy_pages"]
-
 
 def allocate_cross_layer(
     sets: Sequence[Sequence[LayerPages]],

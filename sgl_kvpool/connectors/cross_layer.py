@@ -27,8 +27,6 @@ from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 from sgl_kvpool.memory.canonical import LayerReference
 from sgl_kvpool.refusal import whole_number
 
-__all__ = ["CrossLayerGroup", "LayerPages", "check_chunks", "placement_of", "shape_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPages:

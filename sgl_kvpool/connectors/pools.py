@@ -28,8 +28,6 @@ from sgl_kvpool.memory.canonical import CanonicalKVCaches, LayerReference
 from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 from sgl_kvpool.srt.pool.regions import LayerIds, PoolReader, mapped
 
-__all__ = ["describe"]
-
 
 def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
     """Byte view of a real SGLang pool, without a copy.

@@ -21,16 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
 
-__all__ = [
-    "SPECIAL_TOKEN",
-    "byte_alphabet",
-    "read_config",
-    "read_model",
-    "write_config",
-    "write_model",
-    "write_tokenizer",
-]
-
 #: The text of token 256, which the tokenizer never adds by default.
 SPECIAL_TOKEN = "<|endoftext|>"
 

@@ -26,8 +26,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["SERVER_MODULES", "Forked", "Forks", "fork_children"]
-
 #: What the processes of a server import. SGLang's registry of models is not among them, because it reads
 #: SGLANG_EXTERNAL_MODEL_PACKAGE as it is imported.
 SERVER_MODULES = (

@@ -26,8 +26,6 @@ from typing import Any, ClassVar, Self
 from sgl_kvpool import env
 from sgl_kvpool.demo.forks import Forked, Forks
 
-__all__ = ["LocalServer", "ServerFailed", "free_port", "past_proxies", "running"]
-
 #: Ports for servers, below the range 22000 to 29999 from which SGLang draws its rendezvous ports.
 _SERVER_PORTS = range(10000, 22000)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from sgl_kvpool.demo import shipped, smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["NAMES", "DemoModel", "choose"]
-
 #: Values of ``sgl-kvpool demo --model``.
 SMOLLM2, BYTES = NAMES = ("smollm2", "bytes")
 

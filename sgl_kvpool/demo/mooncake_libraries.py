@@ -18,8 +18,6 @@ import sys
 import threading
 from pathlib import Path
 
-__all__ = ["library_path"]
-
 _WANTED = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
 _PACKAGE = "nixl_cu13"
 

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["SPECIAL_TOKEN_ID", "Attend", "ByteMLA", "ByteMLAConfig", "CausalRows", "initialise"]
-
 #: The only token that is not a byte: end of text, beginning of text and padding.
 SPECIAL_TOKEN_ID = 256
 

@@ -11,9 +11,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Window", "geometry", "held_out_windows", "model_path"]
-
-
 _FOLDER = Path(__file__).resolve().parent / "byte_mla_python"
 
 

@@ -31,8 +31,6 @@ from sgl_kvpool.refusal import whole_number
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KVArrangement", "PageStride", "RowPlacement", "rows_of_slots"]
-
 
 @enum.unique
 class KVArrangement(str, enum.Enum):

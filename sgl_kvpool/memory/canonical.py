@@ -25,15 +25,6 @@ import torch
 from sgl_kvpool.memory.runs import PageRuns, merged
 from sgl_kvpool.refusal import whole_number
 
-__all__ = [
-    "CanonicalGroup",
-    "CanonicalKVCaches",
-    "LayerReference",
-    "TensorList",
-    "byte_pages",
-    "check_interchangeable",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReference:

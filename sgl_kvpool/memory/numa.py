@@ -8,8 +8,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["interleave", "numa_nodes"]
-
 #: MPOL_INTERLEAVE of <linux/mempolicy.h>.
 _MPOL_INTERLEAVE = 3
 #: Numbers of the mbind system call by machine; the C library has no function for it.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from sgl_kvpool.refusal import whole_number
 
-__all__ = ["PageRuns", "merged"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PageRuns:

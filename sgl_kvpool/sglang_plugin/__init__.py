@@ -16,8 +16,6 @@ from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line
 from sgl_kvpool.sglang_plugin.options import LAYOUT, OPTIONS, Option, environment_problems
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Install the hooks this process needs; called by SGLang's plugin loader.

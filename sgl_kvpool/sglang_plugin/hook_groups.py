@@ -19,12 +19,6 @@ from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
 from sgl_kvpool.sglang_plugin.rules.features import disaggregates
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
-__all__ = [
-    *("ARGUMENTS", "GROUPS", "LAUNCHER", "MODEL_RULES", "POOLS", "SPARSE_ATTENTION"),
-    *("apply", "named", "names", "require", "used_by"),
-]
-
-
 # -------------------------------------------------------------------- which servers use a group
 
 

@@ -25,8 +25,6 @@ from sgl_kvpool.sglang_plugin.imports import sglang_names
 from sgl_kvpool.sglang_plugin.registry import Declared, HookPoint, parameters_of, uses
 from sgl_kvpool.srt import is_override
 
-__all__ = ["TESTED", "HookGroup", "check", "installed_version", "version_problem", "warn", "wrap"]
-
 logger = logging.getLogger(__name__)
 
 _PACKAGE = __package__.partition(".")[0]

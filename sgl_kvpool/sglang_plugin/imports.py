@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Imports", "importing_sglang", "imports_of", "sglang_names"]
-
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT.name
 _SGLANG = "sglang"

@@ -10,19 +10,6 @@ from typing import Any
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 
-__all__ = [
-    "device_name",
-    "has_own_draft",
-    "host_tier_page_size",
-    "is_dsa",
-    "is_hybrid",
-    "is_rocm",
-    "keeps_states_by_token",
-    "layers_with_rows",
-    "model_name",
-    "row_format_of",
-]
-
 #: Tokens per page with a host tier.
 HOST_TIER_PAGE_SIZE = 64
 

@@ -15,24 +15,6 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, shown
 from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, NODE, RANK, SAME, HostTierOptions
 
-__all__ = [
-    "ARRANGEMENT",
-    "AUTO",
-    "HOST_ENGINE",
-    "HOST_LAYOUT",
-    "HOST_SHARING",
-    "LAYOUT",
-    "OPTIONS",
-    "Option",
-    "arrangement_of",
-    "choose_arrangement",
-    "environment_problems",
-    "from_command_line",
-    "host_tier_of",
-    "is_from_command_line",
-    "layout_of",
-]
-
 #: Default value: SGLang's own behaviour, or our choice.
 AUTO = "auto"
 #: Attribute that marks a `ServerArgs` parsed from a command line.

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-__all__ = ["Declared", "HookPoint", "around", "declared", "fields", "installs", "parameters_of", "uses"]
-
 _Function = TypeVar("_Function", bound=Callable)
 
 _FIELDS = "sglang.srt.server_args.ServerArgs._NS_BY_FIELD"

@@ -22,8 +22,6 @@ from sgl_kvpool.refusal import Refusal, line, print_without_traceback
 from sgl_kvpool.sglang_plugin.options import is_from_command_line
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 
-__all__ = ["ending_when_refused", "raise_refusal_from_child", "refusal_path", "write_refusal"]
-
 uses("sglang.srt.runtime_context.num_dp_ranks_of", "launcher", takes=("cfg",))
 fields("ep_join_mode")
 

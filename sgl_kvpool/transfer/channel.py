@@ -23,8 +23,6 @@ from sgl_kvpool.transfer.host_options import CPU_ENGINE
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer, host_view
 
-__all__ = ["EngineRequest", "TransferChannel", "TransferChannels", "build_channels", "channels_of"]
-
 logger = logging.getLogger(__name__)
 Engine = Callable[[TransferPlan], Any]
 

@@ -25,8 +25,6 @@ from sgl_kvpool.layout import (
 from sgl_kvpool.refusal import use
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 
-__all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
-
 #: Conversions load and store this many bytes at once, so rows have to begin at multiples of it. Rows of a
 #: dense pool are padded to it. Rows of a DSA pool are not; those of 264 bytes, for instance, cannot be
 #: converted.

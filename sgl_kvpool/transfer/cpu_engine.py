@@ -16,8 +16,6 @@ from sgl_kvpool.memory.canonical import CanonicalKVCaches
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
 
-__all__ = ["CpuEngine", "TorchEngine", "copy_checked_pages", "engine_class"]
-
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 
 

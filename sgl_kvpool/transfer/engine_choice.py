@@ -14,8 +14,6 @@ import torch
 from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import CopyRun
 
-__all__ = ["LinkRates", "choose", "measure"]
-
 #: Share of the link's rate that the copy engine has to reach with a server's runs to be chosen.
 _WORTH = 0.95
 #: Run sizes that are measured, and the size of the long copy whose rate stands for the link's.

@@ -36,8 +36,6 @@ from sgl_kvpool.transfer.gpu_engine import (
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer, packed_view
 
-__all__ = ["GPU_ENGINES", "CopyEngine", "EngineTools", "KernelEngine", "StagedEngine"]
-
 #: Bytes of a page that a load copies at once: enough that the copy takes the link longer (5 us) than its
 #: submission takes the CPU (0.6 us), few enough that the first layers arrive early.
 _GROUP_BYTES = 256 << 10

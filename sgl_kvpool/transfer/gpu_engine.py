@@ -21,22 +21,6 @@ from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer
 
-__all__ = [
-    "KERNEL_BLOCKS",
-    "CopyJob",
-    "EngineTools",
-    "GpuEngine",
-    "KernelJob",
-    "PageBuffer",
-    "RegisteredChunks",
-    "buffer_bytes",
-    "calls_module",
-    "contiguous",
-    "counted_from",
-    "gpu_calls",
-    "staged_state_bytes",
-]
-
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
 _SLOTS = 4
 #: Maximum bytes of a slot, unless a page is longer. The link needs 300 us for them: a wait between two slots

@@ -7,21 +7,6 @@ from dataclasses import dataclass
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 
-__all__ = [
-    "CPU_ENGINE",
-    "GPU_ENGINE_NAMES",
-    "HOST_ENGINES",
-    "HOST_IO_BACKENDS",
-    "HOST_LABELS",
-    "HOST_LAYOUTS",
-    "NARROWEST_HOST_LAYOUT",
-    "NODE",
-    "RANK",
-    "RESERVED_BYTES",
-    "SAME",
-    "HostTierOptions",
-]
-
 #: Values of --hicache-mem-layout.
 HOST_LABELS = ("page_first", "page_first_direct")
 #: Values of --hicache-io-backend.

@@ -31,8 +31,6 @@ from sgl_kvpool.memory.canonical import (
 )
 from sgl_kvpool.transfer.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
 
-__all__ = ["CopyRun", "TransferPlan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRun:

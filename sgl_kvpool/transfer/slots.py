@@ -13,8 +13,6 @@ from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
 from sgl_kvpool.memory.runs import PageRuns
 
-__all__ = ["DevicePages", "Pages", "Transfer", "host_view", "packed_view", "pages_of", "slot_list_problem"]
-
 
 def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
     """Page indices of a slot list that passed `slot_list_problem`, `[pages]` int64."""

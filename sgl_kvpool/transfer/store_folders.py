@@ -16,8 +16,6 @@ from typing import Any
 
 from sgl_kvpool.refusal import Refusal
 
-__all__ = ["FILE_STORES", "FileStore", "exposure"]
-
 #: Links that Linux follows in one path.
 _MOST_LINKS = 40
 

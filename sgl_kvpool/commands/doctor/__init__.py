@@ -15,8 +15,6 @@ from sgl_kvpool.commands.doctor import probes
 from sgl_kvpool.commands.doctor.probes import Finding
 from sgl_kvpool.commands.warmup.steps import CACHES
 
-__all__ = ["SCHEMA", "as_json", "as_text", "compiled_code", "examine", "problems"]
-
 SCHEMA = 1
 
 

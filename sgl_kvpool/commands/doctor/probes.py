@@ -27,21 +27,6 @@ from sgl_kvpool.memory.numa import interleave, numa_nodes
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 from sgl_kvpool.transfer.store_folders import FILE_STORES
 
-__all__ = [
-    "Finding",
-    "answer",
-    "cgroup_free_bytes",
-    "gpu",
-    "hook_points",
-    "host",
-    "in_child",
-    "packages",
-    "plugin",
-    "self_check",
-    "store_folders",
-    "used",
-]
-
 #: Distributions whose versions are reported; "-" for a missing one.
 _PACKAGES = (
     *("sglang", "torch", "flashinfer-python", "triton"),

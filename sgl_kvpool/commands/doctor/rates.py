@@ -12,8 +12,6 @@ import torch
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["rates"]
-
 #: 72 MiB of values on a GPU, where a launch takes as long as 4 MiB.
 _TOKENS = {"cuda": 1 << 16, "cpu": 1 << 12}
 _RANK, _ROPE = 512, 64

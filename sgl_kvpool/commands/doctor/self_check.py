@@ -19,8 +19,6 @@ from sgl_kvpool.srt.pool import PoolOptions
 from sgl_kvpool.transfer.conversion import narrower_layouts
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
-__all__ = ["self_check"]
-
 _LAYERS, _PAGE_SIZE, _PAGES, _HEADS, _SCALE = 3, 64, 9, 16, 0.072
 _GEOMETRY: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 

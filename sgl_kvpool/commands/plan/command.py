@@ -24,8 +24,6 @@ from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
-__all__ = ["add_arguments", "run"]
-
 #: Memory of CUDA and NCCL on a GPU before the weights are loaded. SGLang's logs of DeepSeek-V3 on 8 GPUs say
 #: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
 #: on H100s of 79.6 (pull request 3888).

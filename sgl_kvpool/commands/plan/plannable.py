@@ -9,17 +9,6 @@ from typing import Any
 
 from sgl_kvpool.sglang_plugin.models import has_own_draft, model_name
 
-__all__ = [
-    "IncompleteConfig",
-    "TooHeavy",
-    "check_drafts",
-    "check_geometry",
-    "check_heads",
-    "check_plannable",
-    "check_sizes",
-    "check_weights",
-]
-
 #: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
 #: transformers uses the value of one model of the family, such as a latent of 512.
 _GEOMETRY = (

@@ -9,18 +9,6 @@ from typing import Any
 
 from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
-__all__ = [
-    "CONTEXT_TOKENS",
-    "MEMORY",
-    "SCHEMA",
-    "HostBytes",
-    "HostTokens",
-    "Plan",
-    "PlannedServer",
-    "host_tokens",
-    "largest_whole_gb",
-]
-
 _GB = 1e9  # unit of --hicache-size
 SCHEMA = 1
 #: Limits of the tokens.

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sgl_kvpool.commands.plan.planned import MEMORY, Plan, PlannedServer
 
-__all__ = ["check_plot", "draw", "text"]
-
 
 def text(plan: Plan) -> str:
     """Text of the plan."""

@@ -33,8 +33,6 @@ from sgl_kvpool.sglang_plugin.models import (
 )
 from sgl_kvpool.transfer.host_options import NODE
 
-__all__ = ["Attention", "Machine", "ServerRequest", "attention_of", "size_server"]
-
 _GIB = 1 << 30
 
 

@@ -25,7 +25,6 @@ from sgl_kvpool.transfer.host_options import CPU_ENGINE
 if TYPE_CHECKING:
     from sgl_kvpool.commands.warmup.served import Served
 
-__all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = f"""
 Compiled code is kept in folders, which are printed. A server finds it there if it runs as the same user, or

@@ -19,8 +19,6 @@ from sgl_kvpool.commands import rehearsal
 from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["Attention", "SparseRows", "publish"]
-
 #: Slots of one prefill: a stored prefix, and the new tokens behind it.
 _PREFIX, _NEW = 40, 5
 #: Slots of the pool of sparse rows.

@@ -9,8 +9,6 @@ from sgl_kvpool.commands.named_model import NamedModel
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 
-__all__ = ["DEEPSEEK_V3", "Served", "model_of"]
-
 #: Entries per request beyond the model's context in SGLang's request table.
 _EXTRA_SLOTS = 4
 

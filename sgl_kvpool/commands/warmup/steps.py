@@ -16,18 +16,6 @@ from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = [
-    "CACHES",
-    "VARIABLES",
-    "Cache",
-    "Outcome",
-    "Step",
-    "carry_out",
-    "steps_of_model",
-    "steps_on_cpu",
-    "steps_on_cuda",
-]
-
 #: Lines shown of a compiler's message.
 _LINES = 20
 #: Suffixes of compiled files. Other files there (sources, logs, locks) may be left by a failed build.

@@ -31,8 +31,6 @@ from sgl_kvpool.demo.cluster.servers import (
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, running
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["LAYOUTS", "compare_clusters", "missing_packages"]
-
 #: Default layouts: each takes a minute and a half on two cores.
 LAYOUTS = (MLAKVCacheLayout.BF16, MLAKVCacheLayout.FP4)
 

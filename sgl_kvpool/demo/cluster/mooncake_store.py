@@ -14,8 +14,6 @@ from pathlib import Path
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port
 from sgl_kvpool.demo.mooncake_libraries import library_path
 
-__all__ = ["MooncakeStore"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -14,23 +14,6 @@ from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, p
 from sgl_kvpool.demo.mooncake_libraries import library_path
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
-__all__ = [
-    "CACHED_PAGES",
-    "PAGE_SIZE",
-    "POOL_TOKENS",
-    "PROMPT_TOKENS",
-    "ask",
-    "decode_arguments",
-    "metric_sum",
-    "peer_environment",
-    "prefill_arguments",
-    "prompts",
-    "router",
-    "small_server",
-    "store_arguments",
-    "until",
-]
-
 _LOOPBACK = "127.0.0.1"
 PAGE_SIZE = 64
 #: Tokens of a prompt: 11 whole pages, which are cached, and a part of a page.

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
 
-__all__ = ["DeepseekV2ForCausalLM", "EntryClass"]
-
 
 class DeepseekV2ForCausalLM(nn.Module):
     """:class:`~sgl_kvpool.demo.net.ByteMLA` over SGLang's KV pool, in the absorbed form only."""

@@ -18,8 +18,6 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-__all__ = ["DeepseekV3ForCausalLM", "EntryClass"]
-
 #: Name of `_attend` among transformers' attention functions.
 _ATTENTION = "kvpool_latent"
 

@@ -13,8 +13,6 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
 from sgl_kvpool.sglang_plugin.registry import fields, installs, uses
 
-__all__ = ["create_backend", "name_lists", "register_names"]
-
 #: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"
 

@@ -15,8 +15,6 @@ from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
-__all__ = ["attention_workspace_bytes", "page_buffer_bytes"]
-
 _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 uses(

@@ -17,8 +17,6 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
-__all__ = ["MARK", "remember", "remembered", "rows_name"]
-
 uses(
     "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
     "disaggregation",

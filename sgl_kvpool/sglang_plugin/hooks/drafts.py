@@ -13,8 +13,6 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
-__all__ = ["OwnDraft", "own_draft", "packed_layers", "require_mla", "without_drafts"]
-
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 fields("speculative_draft_kv_cache_dtype")
 

@@ -22,8 +22,6 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 
-__all__ = ["attach", "reader_of"]
-
 #: Attribute of a backend: the reader of rows that SGLang's kernels cannot read; absent if they can.
 _READER = "_kvpool_sparse_reader"
 

@@ -20,9 +20,6 @@ from sgl_kvpool.sglang_plugin.options import (
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
-__all__ = ["layout_info"]
-
-
 uses(
     "sglang.srt.entrypoints.engine.SchedulerInitResult.__dataclass_fields__",
     "launcher",

@@ -27,8 +27,6 @@ from sgl_kvpool.sglang_plugin.registry import around, uses
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PeerMismatch"]
-
 #: The two strings in SGLang's error for peers that differ.
 _STRINGS = re.compile(r"kv_cache_dtype=(\S+?)[,.](?=\s)")
 

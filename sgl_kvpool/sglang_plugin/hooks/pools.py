@@ -28,8 +28,6 @@ from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import RowPool
 
-__all__ = ["bound", "collect_k_scales", "requested_arrangement", "requested_layout"]
-
 logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"

@@ -18,8 +18,6 @@ from sgl_kvpool.sglang_plugin.rules.host_sharing import write_policy_problem
 from sgl_kvpool.srt.host.shared_tier import slots_digest
 from sgl_kvpool.transfer.host_options import NODE
 
-__all__ = ["all_ranks", "backup_is_good", "load_is_miss", "sharing_ranks"]
-
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 # The groups over which the ranks reduce.

@@ -17,8 +17,6 @@ from sgl_kvpool.sglang_plugin.registry import around
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["run"]
-
 _NO_RUN = "no committed test run of these kernels on such a GPU"
 _WITHOUT_LAYOUT = f"serve without {LAYOUT.flag}"
 _WITHOUT_TIER = f"serve without --enable-hierarchical-cache, or without {LAYOUT.flag}"

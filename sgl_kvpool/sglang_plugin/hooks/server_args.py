@@ -37,8 +37,6 @@ from sgl_kvpool.sglang_plugin.rules import model as model_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
 from sgl_kvpool.sglang_plugin.rules.host_sharing import choose_sharing
 
-__all__ = ["STEPS", "require_decided"]
-
 _SOURCE = "sgl_kvpool"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _ARG_GROUPS = "sglang.srt.arg_groups"

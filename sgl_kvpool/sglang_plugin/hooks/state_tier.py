@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
     from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
-__all__ = ["device_problem", "host_problem", "join_states", "row_tier_built", "store_calls"]
-
 _ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"

@@ -27,8 +27,6 @@ from sgl_kvpool.sglang_plugin.hooks.weights import SERVED
 from sgl_kvpool.sglang_plugin.registry import around
 from sgl_kvpool.srt.host.page_format import failure_kind
 
-__all__ = ["holds_our_rows", "wrap_calls"]
-
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 #: SGLang waits this long for its threads in a flush, and ends the server if one has not stopped.
 _LIMIT_SECONDS = 10.0

@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary
 from sgl_kvpool import metrics
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
-__all__ = ["store_attached", "warn_of_small_tier"]
-
 logger = logging.getLogger(__name__)
 
 #: Nodes of a tree that were given to the store since it was attached at run time; absent for other trees.

@@ -23,8 +23,6 @@ from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import RowPool
 
-__all__ = ["DRAWN", "SERVED", "ServedWeights", "attach", "draw", "follow_k_scales"]
-
 logger = logging.getLogger(__name__)
 
 #: `ServerArgs` attribute of the random part, which the launcher draws for the ranks of all replicas.

@@ -24,9 +24,6 @@ from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, LAYOUT_FEATURES, first_in_use, flag_of
 
-__all__ = ["NUMBERS", "Number", "check", "check_features", "check_page"]
-
-
 #: Largest count; SGLang and the kernels keep tokens and slots in 32 bits.
 _LARGEST_COUNT = (1 << 31) - 1
 

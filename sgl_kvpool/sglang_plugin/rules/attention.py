@@ -26,19 +26,6 @@ from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
 
-__all__ = [
-    "SPECULATIVE_ALGORITHMS",
-    "UNSHOWN_ALGORITHMS",
-    "backends_in_use",
-    "check_backends",
-    "check_draft",
-    "check_model",
-    "check_named",
-    "is_chosen",
-    "phases_taken_over",
-]
-
-
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
 

@@ -31,19 +31,6 @@ from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, first_in_use, flag_of
 
-__all__ = [
-    "check_draft_backend",
-    "check_pair",
-    "check_resolved",
-    "check_stock",
-    "has_layout",
-    "layout_of_pool",
-    "modes_in_use",
-    "prepare",
-    "stock_layout",
-    "table_names",
-]
-
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")

@@ -9,19 +9,6 @@ from typing import Any
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.sglang_plugin.registry import fields
 
-__all__ = [
-    "BACKEND_FEATURES",
-    "BACKEND_FIELDS",
-    "DRAFT_FEATURES",
-    "LAYOUT_FEATURES",
-    "READER_FEATURES",
-    "Feature",
-    "disaggregates",
-    "first_in_use",
-    "flag_of",
-]
-
-
 #: Fields of SGLang's ServerArgs that name an attention backend of the target.
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 fields(*BACKEND_FIELDS)

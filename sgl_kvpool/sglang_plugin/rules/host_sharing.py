@@ -11,8 +11,6 @@ from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
-__all__ = ["choose_sharing", "same_rows_ranks", "write_policy_problem"]
-
 fields("hicache_write_policy", "hicache_host_memory_mode", "hicache_storage_backend_extra_config")
 fields("attn_dp_size")
 

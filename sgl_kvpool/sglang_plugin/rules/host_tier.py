@@ -23,8 +23,6 @@ from sgl_kvpool.transfer.host_options import (
     HostTierOptions,
 )
 
-__all__ = ["check_host_model", "check_host_tier", "check_without_tier", "has_host_tier"]
-
 uses("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", "model rules", takes=("config",))
 uses(
     "sglang.srt.distributed.utils.get_pp_indices",

@@ -8,8 +8,6 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import layers_with_rows, model_name, row_format_of
 
-__all__ = ["check_model", "check_resolved_dtype"]
-
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
     """Refuse models whose KV cache is not MLA, or whose geometry no layout stores."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-__all__ = ["KVPoolMLABackend"]
-
 logger = logging.getLogger(__name__)
 
 

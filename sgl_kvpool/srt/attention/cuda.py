@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.srt.attention.extend import ExtendBatch
 
-__all__ = ["KVPoolMLACudaBackend"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.layout import RowFormat
 
-__all__ = ["DecodeBatch", "KVLens", "decode_tail", "decode_workspace_bytes", "has_fixed_query_length"]
-
 
 def has_fixed_query_length(mode: ForwardMode) -> bool:
     """Whether every request of a batch in this mode has the same small number of new tokens."""

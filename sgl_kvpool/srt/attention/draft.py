@@ -13,8 +13,6 @@ from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-__all__ = ["KVPoolMultiStepDraftBackend"]
-
 
 class KVPoolMultiStepDraftBackend:
     """SGLang's container of backends for drafting tokens one after the other; ValueError if `topk` is not 1.

@@ -26,19 +26,6 @@ from sgl_kvpool.layout import RowFormat
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "WORKSPACE_TOKENS",
-    "ExtendBatch",
-    "ExtendReader",
-    "PrefixChunk",
-    "bounds",
-    "extend_workspace",
-    "extend_workspace_bytes",
-    "plan_extend",
-    "rows_of_requests",
-    "split_prefixes",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Maximum number of rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.srt.pool.row_pool import RowPool
 
-__all__ = ["check_layers", "is_absorbed", "pool_of"]
-
 
 def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
     """Whether a layer attends latent rows, not keys and values that the model computes from them."""

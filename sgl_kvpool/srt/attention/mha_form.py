@@ -11,8 +11,6 @@ from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMhaChun
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.extend import bounds
 
-__all__ = ["ChunkRunner", "plan_ragged"]
-
 
 def plan_ragged(
     wrapper: Any, sizes: Any, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, *, causal: bool = True

@@ -16,8 +16,6 @@ from sgl_kvpool.attention.decode_config import kernels_in_words
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
-__all__ = ["SparseReader", "decoded_rows", "sparse_workspace_bytes"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CHUNK_BYTES", "HostTierTooLarge", "chunk_step", "page_chunks", "pin", "require_room", "too_much"]
-
 #: Bytes that are pinned in one call, which takes some seconds.
 CHUNK_BYTES = 16 << 30
 #: Shifts of the chunk size if CUDA refuses a chunk: 16 GiB, then 4 GiB, 1 GiB and 256 MiB.

@@ -26,19 +26,6 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "DIRECT_IO_BYTES",
-    "DamagedPage",
-    "HostPageFormat",
-    "checksum",
-    "damage",
-    "failure_kind",
-    "first_damage",
-    "write_checksum",
-    "write_checksums",
-]
-
 #: Bytes of a checksum, XXH3-128.
 CHECKSUM_BYTES = 16
 #: Alignment of addresses and sizes for O_DIRECT; the default of SGLang's `is_stride_page_aligned`.

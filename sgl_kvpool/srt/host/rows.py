@@ -41,8 +41,6 @@ from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HierarchicalMLAHostPool"]
-
 
 class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from sgl_kvpool.memory.numa import interleave, numa_nodes
 from sgl_kvpool.refusal import Refusal
 
-__all__ = ["NodeRanks", "SharedSegment"]
-
 logger = logging.getLogger(__name__)
 
 #: Constant of <linux/mman.h>, since Linux 5.14; Python does not define it.

@@ -22,8 +22,6 @@ from sgl_kvpool import metrics
 from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
 from sgl_kvpool.transfer.slots import DevicePages
 
-__all__ = ["AllocationLog", "LostPages", "SharedTier", "first_difference", "slots_digest", "slots_in_words"]
-
 logger = logging.getLogger(__name__)
 
 #: Number of operations that are kept to name the first one in which ranks differ: those of a few hundred

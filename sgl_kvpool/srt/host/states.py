@@ -37,8 +37,6 @@ from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import packed_view
 
-__all__ = ["STATE_FORMAT_VERSION", "HierarchicalStatePoolHost", "StateView"]
-
 logger = logging.getLogger(__name__)
 
 #: Version in `StateView.tag`: increased when stored states change in a way that their parts do not show.

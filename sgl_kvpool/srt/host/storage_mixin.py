@@ -24,8 +24,6 @@ from sgl_kvpool.srt.host.shared_tier import LostPages
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.row_pool import k_scales_digest
 
-__all__ = ["PAGE_FORMAT_VERSION", "StorageMixin", "storage_format_tag"]
-
 #: Version in `storage_format_tag`: increased when stored pages change and the tag of the rows does not.
 PAGE_FORMAT_VERSION = 2
 

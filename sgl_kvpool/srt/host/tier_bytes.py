@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TierBytes", "bytes_beside_rows", "capacity", "has_our_tier", "own_draft_bytes", "rows_declared"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TierBytes:

@@ -16,8 +16,6 @@ from sgl_kvpool.srt.host.storage_mixin import StorageMixin
 from sgl_kvpool.transfer.channel import TransferChannel, TransferChannels
 from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer, pages_of, slot_list_problem
 
-__all__ = ["TransferMixin", "kv_group"]
-
 
 def kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:
     """The only group of an MLA pool or of a pool of states."""

@@ -19,8 +19,6 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-__all__ = ["LayoutDSATokenToKVPool"]
-
 
 class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
     """`DSATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.

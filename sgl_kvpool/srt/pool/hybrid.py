@@ -19,8 +19,6 @@ from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool
 
-__all__ = ["LayoutHybridLinearKVPool"]
-
 
 class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     """`HybridLinearKVPool` whose MLA layers store rows of one `MLAKVCacheLayout`.

@@ -29,8 +29,6 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
 
-__all__ = ["SHOWN_DTYPES", "LayoutMLATokenToKVPool"]
-
 #: torch dtypes for the `kv_cache_dtype` that SGLang sees.
 SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 

@@ -25,8 +25,6 @@ from sgl_kvpool.refusal import whole_number
 from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-__all__ = ["LayerIds", "PoolReader", "canonical_view", "mapped"]
-
 #: Model layer ids by the layer ids of a wrapped pool; None if they are the same.
 LayerIds = Mapping[int, int] | None
 

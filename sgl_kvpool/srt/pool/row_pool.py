@@ -15,8 +15,6 @@ from sgl_kvpool.memory.arrangement import KVArrangement, PageStride, RowPlacemen
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
-__all__ = ["PoolOptions", "RowPool", "RowWriteLoc", "RowsToWrite", "k_scales_digest"]
-
 
 @dataclass(frozen=True)
 class PoolOptions:

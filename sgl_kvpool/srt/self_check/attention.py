@@ -18,8 +18,6 @@ from sgl_kvpool.srt.self_check.pages import Difference, decoded, encoded
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-__all__ = ["batch_of", "check_backend", "check_lists"]
-
 #: Relative and absolute error by type of device: those of tests/srt/attention/test_backend.py, and of
 #: tests/gpu/test_cuda_backend_gpu.py. Queries, weights and results are bf16.
 TOLERANCES = {"cpu": (1e-2, 4e-3), "cuda": (2e-2, 1e-2)}

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-__all__ = ["check_tier"]
-
 #: Number of distinct rows; the tokens of the pages repeat them, and each layer starts with another row.
 _ROWS = 61
 

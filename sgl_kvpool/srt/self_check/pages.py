@@ -13,8 +13,6 @@ from sgl_kvpool.layout import RowFormat
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-__all__ = ["Difference", "PageBytes", "decoded", "encoded", "random_values", "require_same_bytes"]
-
 
 class PageBytes:
     """Some pages of a pool in all layers, in SGLang's tensors or in the buffer that all layers share.

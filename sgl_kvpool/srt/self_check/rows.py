@@ -17,8 +17,6 @@ from sgl_kvpool.srt.self_check.pages import (
     require_same_bytes,
 )
 
-__all__ = ["check_rows", "layer_ids"]
-
 
 def layer_ids(pool: Any) -> list[int]:
     """Ids of layers with rows, as `pool`'s methods take them, in the order of the row pool."""
