@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvpool import __version__, env
-from sgl_kvpool.commands import reference, warmup
-from sgl_kvpool.commands.plan import command as plan
+from sgl_kvpool.commands import plan, reference, warmup
 from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.demo import evaluate, model
 from sgl_kvpool.layout import MLAKVCacheLayout

@@ -56,7 +56,6 @@ MODEL_RULES = HookGroup(
         "sglang_plugin.rules.attention",
         "sglang_plugin.rules.dsa",
         "sglang_plugin.rules.host_tier",
-        "sglang_plugin.rules.model",
     ),
 )
 #: Group of the process that launches a server with a layout.

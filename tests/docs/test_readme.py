@@ -8,7 +8,7 @@ import pytest
 from fences import blocks
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.plan import command
+from sgl_kvpool.commands import plan as command
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROOT = Path(__file__).resolve().parents[2]

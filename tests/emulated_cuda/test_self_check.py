@@ -9,10 +9,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 CODE = """
 import json
 from emulated_cuda.memory import ALLOCATOR
-from sgl_kvpool.commands.doctor import rates, self_check as checks
+from sgl_kvpool.commands.doctor import self_check as checks
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-rates._TOKENS["cuda"], rates._LINK_BYTES = 61, 1 << 12
+checks._TOKENS["cuda"], checks._LINK_BYTES = 61, 1 << 12
 
 pools, names = checks._pools, {names!r}
 checks._pools = lambda device: [one for one in pools(device) if not names or one[0] in names]

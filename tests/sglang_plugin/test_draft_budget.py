@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_kvpool.commands.plan.command import ask
+from sgl_kvpool.commands.plan import ask
 
 # The planner's process imports SGLang, for 15 s, and forks for each server.
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from codec_oracle import OURS_ALONE, ROW_BYTES
 
-from sgl_kvpool.commands.plan.command import ask
+from sgl_kvpool.commands.plan import ask
 
 # The planner's process imports SGLang, for 15 s, and forks for each server.
 pytestmark = pytest.mark.slow

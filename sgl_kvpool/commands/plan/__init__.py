@@ -4,3 +4,312 @@ A process of its own imports SGLang, describes a Hopper GPU of the requested siz
 ours make the decisions of a server's start: arguments, attention, cache size. Sizes on the device come from
 SGLang's own pool configurator; `planned.py` computes sizes of a host tier.
 """
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.commands.plan import report
+from sgl_kvpool.commands.plan.plannable import check_sizes
+from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
+from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
+
+#: Memory of CUDA and NCCL on a GPU before the weights are loaded. SGLang's logs of DeepSeek-V3 on 8 GPUs say
+#: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
+#: on H100s of 79.6 (pull request 3888).
+TAKEN_GIB = 3.0
+#: Server arguments that this command sets itself, and --hicache-ratio, which --hicache-size replaces.
+_OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
+         "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
+         "--enable-hierarchical-cache")  # fmt: skip
+
+#: Argument with the draft's checkpoint, whose configuration SGLang reads besides the model's.
+_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of `sgl-kvpool plan`."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH_OR_CONFIG",
+        help="a checkpoint's folder, a config.json alone, or owner/name on Hugging Face",
+    )
+    parser.add_argument(
+        "--gpu-gb",
+        type=_gpu_gib,
+        required=True,
+        metavar="N",
+        help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
+    )
+    parser.add_argument("--tp", type=_count, default=1, metavar="N", help="ranks of tensor parallelism (1)")
+    parser.add_argument(
+        "--host-gb",
+        type=_host_gb,
+        metavar="N",
+        help="memory for the host tier of a node, for all its ranks together, in GB (1e9 bytes)",
+    )
+    parser.add_argument(
+        "--context",
+        type=_count,
+        metavar="N",
+        help=f"tokens of a request, prompt and answer (the model's context, {CONTEXT_TOKENS} at most)",
+    )
+    parser.add_argument(
+        "--weights-gb",
+        type=_gib,
+        metavar="N",
+        help="GiB of all weights, including a draft's (size of the folders' safetensors files; else 0)",
+    )
+    parser.add_argument(
+        "--taken-gb",
+        type=_gib,
+        default=TAKEN_GIB,
+        metavar="N",
+        help=f"memory of a GPU in GiB that is in use before the weights are loaded ({TAKEN_GIB:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the plan as PNG")
+    parser.add_argument(
+        "server_arguments",
+        nargs="*",
+        metavar="-- ARGUMENT",
+        help="after --: further arguments of sglang serve, for every layout",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print, draw; returns 1 if none of our layouts can be served with these arguments.
+
+    Raises
+    ------
+    ValueError
+        If the model does not exist, or an argument is invalid.
+    OSError
+        As `ask`, or if the plot cannot be written.
+    RuntimeError
+        As `ask`.
+    """
+    model = find_model(arguments.model)
+    if model.config is not None:
+        check_sizes(json.loads(model.config))
+    _check(arguments)
+    if arguments.plot is not None:
+        report.check_plot(arguments.plot)
+    weights_gib = arguments.weights_gb if arguments.weights_gb is not None else model.weights_gib
+    machine = {
+        "gpu_gib": arguments.gpu_gb,
+        "gpu_count": max(arguments.tp, 8),  # SGLang checks the GPU count; a node has eight
+        "taken_gib": arguments.taken_gb,
+        "weights_gib": weights_gib or 0.0,
+        "drafts_included": arguments.weights_gb is not None,
+    }
+    candidates = _candidates(arguments.host_gb is not None)
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(model.sglang_path())
+        others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
+        servers = [_request(path, each, arguments, others) for each in candidates]
+        print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
+        answers = _retry_with_named_arguments(machine, servers, ask(machine, servers))
+    plan = Plan.of(
+        model=model.launch_path,
+        machine=machine,
+        weights_known=weights_gib is not None,
+        tp_size=arguments.tp,
+        host_gb=arguments.host_gb,
+        context_tokens=arguments.context,
+        servers=list(zip(candidates, answers, strict=True)),
+        others=arguments.server_arguments,
+    )
+    # Print before drawing, so that a failure of the plot does not lose the text.
+    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan), flush=True)
+    if arguments.plot is not None:
+        report.draw(plan, arguments.plot)
+    return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
+
+
+def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Size servers in a process that imports SGLang.
+
+    Returns results of `sizing.size_server`, or `refused` with the reason.
+
+    Raises
+    ------
+    OSError
+        If SGLang cannot read the model or another file of the arguments, or config.json lacks a size.
+    RuntimeError
+        If a server could not be sized, or the process has not answered; the message has its last output.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
+    # The process must see no GPU; and it must have a single thread, because it forks.
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as given:
+        json.dump({"machine": machine, "servers": servers}, given)
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**inherited, **alone},
+            start_new_session=True,  # a process group, so that its forks are ended with it
+        )
+        assert process.stdout is not None
+        lines = []
+        try:
+            with progress("asking SGLang") as reached:
+                reached("importing it")
+                for line in process.stdout:
+                    lines.append(line)
+                    reached(f"{len(lines)} of {len(servers)} servers")
+                process.wait()
+        except BaseException:  # Ctrl-C and SIGTERM: end the process group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        log.seek(0)
+        last = "\n".join(log.read().splitlines()[-15:])
+    answers = [] if process.returncode else [json.loads(line) for line in lines]
+    for answer in answers:
+        if "unreadable" in answer:  # this is the last answer
+            raise OSError(answer["unreadable"])
+        if "failed" in answer:
+            raise RuntimeError(f"{answer['failed']}. Last lines:\n{last}")
+    if len(answers) != len(servers):
+        raise RuntimeError(
+            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
+        )
+    return answers
+
+
+def _retry_with_named_arguments(
+    machine: dict[str, Any], servers: list[dict[str, Any]], answers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """If a refusal names arguments that would help, size that server once more with them."""
+    again = [number for number, answer in enumerate(answers) if "instead" in answer]
+    if not again:
+        return answers
+    changed = [
+        {**servers[number], "arguments": [*servers[number]["arguments"], *answers[number]["instead"]]}
+        for number in again
+    ]
+    found = list(answers)
+    for number, answer in zip(again, ask(machine, changed), strict=True):
+        if "refused" not in answer:
+            found[number] = {**answer, "added": answers[number]["instead"]}
+    return found
+
+
+def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
+    """Server arguments in which a folder replaces the draft's name on Hugging Face; see `sglang_path`."""
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag, draft = (name, value) if equals else (before, word)
+        if flag in _DRAFT and not Path(draft).exists():
+            folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+            yield f"{name}={folder}" if equals else folder
+        else:
+            yield word
+        before = word
+
+
+def _request(
+    model_path: str, candidate: Candidate, arguments: argparse.Namespace, others: Sequence[str]
+) -> dict[str, Any]:
+    # Any size of the host tier: it does not affect the device, and the size that fits is computed later.
+    host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
+    words = candidate.arguments(arguments.tp, others, host_gb)
+    return {"model_path": model_path, "layout": candidate.layout, "arguments": words}
+
+
+def _candidates(with_host: bool) -> list[Candidate]:
+    layouts = [layout.value for layout in MLAKVCacheLayout]
+    found = [Candidate(None), *(Candidate(layout) for layout in layouts)]
+    if with_host:
+        narrowest = NARROWEST_HOST_LAYOUT
+        found += [Candidate(layout, narrowest) for layout in layouts if layout != narrowest]
+    return found
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in _names(arguments.server_arguments):
+        # SGLang's parser accepts prefixes of argument names.
+        if len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
+            raise ValueError(
+                f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
+                "and out of a file that --config names"
+            )
+    if arguments.taken_gb >= arguments.gpu_gb:
+        raise ValueError(
+            f"--taken-gb {arguments.taken_gb:g} leaves no memory on a GPU of {arguments.gpu_gb:g} GiB"
+        )
+
+
+def _names(words: Sequence[str]) -> Iterator[str]:
+    """Names of SGLang's arguments, including those in a file after --config."""
+    for number, word in enumerate(words):
+        yield word.partition("=")[0]
+        if word == "--config" and number + 1 < len(words):  # SGLang reads no other form
+            yield from _names_in(Path(words[number + 1]))
+
+
+def _names_in(file: Path) -> list[str]:
+    """Names of arguments in a server's YAML file; ValueError if the file has no arguments."""
+    import yaml  # installed with SGLang; without --config this process needs neither
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file} is not YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {file} contains no arguments: it is a {type(found).__name__}")
+    return ["--" + str(name).replace("_", "-") for name in found]
+
+
+def _number(text: str, what: str, limit: float, *, least: float | None = None) -> float:
+    """A number of at most `limit` and at least `least` (else above 0); `what` names it in the error."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {what}") from None
+    if not (value > 0 if least is None else least <= value) or value > limit:  # also refuses NaN
+        above = "above 0" if least is None else f"of {least:g} or more"
+        raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
+    return value
+
+
+def _gpu_gib(text: str) -> float:
+    # nvidia-smi shows MiB: an H100 has 81559.
+    return _number(text, "the memory of one GPU in GiB (MiB divided by 1024)", 1000)
+
+
+def _host_gb(text: str) -> float:
+    return _number(text, "memory of one node in GB", 1e5)
+
+
+def _gib(text: str) -> float:
+    return _number(text, "memory in GiB", 1e5, least=0)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)

@@ -219,7 +219,7 @@ class Plan:
         servers: Sequence[tuple[Candidate, dict[str, Any]]],
         others: Sequence[str],
     ) -> Plan:
-        """Plan from the answers of `command.ask`; ValueError if a request exceeds the model's context."""
+        """Plan from the answers of `ask`; ValueError if a request exceeds the model's context."""
         sized = [answer for _, answer in servers if "refused" not in answer]
         facts = sized[0]["model"] if sized else {}
         longest = facts.get("context_len", context_tokens or CONTEXT_TOKENS)

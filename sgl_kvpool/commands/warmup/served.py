@@ -95,11 +95,10 @@ def model_of(model: NamedModel) -> Served:
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
 
     from sgl_kvpool.sglang_plugin import models
-    from sgl_kvpool.sglang_plugin.rules import model as model_rules
 
     with model.sglang_path() as path:
         config = ModelConfig(path)
-    model_rules.check_model(MLAKVCacheLayout.BF16, config)
+    models.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
     return Served(
         name=models.model_name(config),

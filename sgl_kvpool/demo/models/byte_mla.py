@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
 
 
-class DeepseekV2ForCausalLM(nn.Module):
-    """:class:`~sgl_kvpool.demo.net.ByteMLA` over SGLang's KV pool, in the absorbed form only."""
+class AbsorbedModel(nn.Module):
+    """Base of models over SGLang's KV pool, in the absorbed form only."""
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
@@ -29,19 +29,32 @@ class DeepseekV2ForCausalLM(nn.Module):
         if get_parallel().tp_size != 1:
             raise ValueError("the demo model is not sharded: serve it with --tp-size 1")
         self.config = config
-        shape = ByteMLAConfig.from_hf(config.to_dict())
-        self.model = ByteMLA(shape)
-        for index, layer in enumerate(self.model.layers):
+        self.logits_processor = LogitsProcessor(config)
+
+    @staticmethod
+    def add_attention(layers: nn.ModuleList, heads: int, row_width: int, scale: float, latent: int) -> None:
+        """Give every layer SGLang's attention over rows of `row_width` values, the first `latent` as V."""
+        for index, layer in enumerate(layers):
             # The name is DeepSeek's: SGLang and our plugin read this attribute.
             layer.self_attn.attn_mqa = RadixAttention(
-                shape.heads,
-                shape.row_width,
-                shape.scale,
-                num_kv_heads=1,
-                layer_id=index,
-                v_head_dim=shape.kv_lora_rank,
+                heads, row_width, scale, num_kv_heads=1, layer_id=index, v_head_dim=latent
             )
-        self.logits_processor = LogitsProcessor(config)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy a checkpoint's tensors; raises for unknown or missing tensors and for wrong shapes."""
+        state = dict(weights)
+        self.model.load_state_dict(state, strict=True)
+        return {f"model.{name}" for name in state}
+
+
+class DeepseekV2ForCausalLM(AbsorbedModel):
+    """:class:`~sgl_kvpool.demo.net.ByteMLA` over SGLang's KV pool."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__(config, quant_config, prefix)
+        shape = ByteMLAConfig.from_hf(config.to_dict())
+        self.model = ByteMLA(shape)
+        self.add_attention(self.model.layers, shape.heads, shape.row_width, shape.scale, shape.kv_lora_rank)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch, **_):
@@ -55,12 +68,6 @@ class DeepseekV2ForCausalLM(nn.Module):
 
         hidden = self.model.hidden_states(input_ids, positions, attend)
         return self.logits_processor(input_ids, hidden, self.model.lm_head, forward_batch)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors; raises for unknown or missing tensors and for wrong shapes."""
-        state = dict(weights)
-        self.model.load_state_dict(state, strict=True)
-        return {f"model.{name}" for name in state}
 
 
 EntryClass = [DeepseekV2ForCausalLM]

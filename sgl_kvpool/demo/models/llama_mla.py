@@ -12,62 +12,45 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import get_parallel
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from sgl_kvpool.demo.models.byte_mla import AbsorbedModel
 
 #: Name of `_attend` among transformers' attention functions.
 _ATTENTION = "kvpool_latent"
 
 
-class DeepseekV3ForCausalLM(nn.Module):
-    """A Llama of `sgl_kvpool.demo.smollm2`'s checkpoint over SGLang's KV pool, in the absorbed form only.
+class DeepseekV3ForCausalLM(AbsorbedModel):
+    """A Llama of `sgl_kvpool.demo.smollm2`'s checkpoint over SGLang's KV pool.
 
     Computes in float32, which is several times as fast on CPUs without bfloat16 instructions; weights and
     rows are bfloat16 numbers.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
-        super().__init__()
-        if quant_config is not None:
-            raise ValueError("the demo model has no quantised form")
-        if get_parallel().tp_size != 1:
-            raise ValueError("the demo model is not sharded: serve it with --tp-size 1")
-        self.config = config
+        super().__init__(config, quant_config, prefix)
         shape = LlamaConfig(**config.llama)
         shape._attn_implementation = _ATTENTION
-        self.llama = LlamaForCausalLM(shape).float()
-        for index, layer in enumerate(self.llama.model.layers):
-            # The name is DeepSeek's: SGLang and our plugin read this attribute.
-            layer.self_attn.attn_mqa = RadixAttention(
-                shape.num_attention_heads,
-                config.kv_lora_rank,
-                layer.self_attn.scaling,
-                num_kv_heads=1,
-                layer_id=index,
-                v_head_dim=config.kv_lora_rank,
-            )
-        self.logits_processor = LogitsProcessor(config)
+        self.model = LlamaForCausalLM(shape).float()
+        layers, rank = self.model.model.layers, config.kv_lora_rank
+        self.add_attention(layers, shape.num_attention_heads, rank, layers[0].self_attn.scaling, rank)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch, **_):
         """Logits of a batch of `T` tokens of any requests; `positions` is ``[T]``."""
-        hidden = self.llama.model(
+        hidden = self.model.model(
             input_ids=input_ids[None],
             position_ids=positions[None],
             use_cache=False,
             forward_batch=forward_batch,
         ).last_hidden_state
-        return self.logits_processor(input_ids, hidden[0], self.llama.lm_head, forward_batch)
+        return self.logits_processor(input_ids, hidden[0], self.model.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors; raises for unknown or missing tensors and for wrong shapes."""
+        """As the base class; the checkpoint has the tied weights of the head once."""
         state = dict(weights)
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        self.llama.load_state_dict(state, strict=True)
-        return {f"llama.{name}" for name in state}
+        return super().load_weights((state | {"lm_head.weight": state["model.embed_tokens.weight"]}).items())
 
 
 def _attend(module, query: Tensor, key: Tensor, value: Tensor, mask, forward_batch=None, **_):

@@ -15,8 +15,8 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, print_without_traceback
-from sgl_kvpool.sglang_plugin import hook_groups
-from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
+from sgl_kvpool.sglang_plugin import hook_groups, models
+from sgl_kvpool.sglang_plugin.models import is_dsa
 from sgl_kvpool.sglang_plugin.options import (
     AUTO,
     HOST_SHARING,
@@ -33,7 +33,6 @@ from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
-from sgl_kvpool.sglang_plugin.rules import model as model_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
 from sgl_kvpool.sglang_plugin.rules.host_sharing import choose_sharing
 
@@ -211,17 +210,17 @@ def _check_model(server_args):
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     model_config = model_config_of(server_args)
-    model_rules.check_model(layout, model_config)
+    models.check_model(layout, model_config)
     if is_dsa(model_config):
         declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
     else:
         declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
         view = resolving_view(server_args)
-        sized = view.page_size is not None or keeps_states_by_token(model_config, view)
+        sized = view.page_size is not None or models.keeps_states_by_token(model_config, view)
         if host_tier_rules.has_host_tier(view) and not sized:
             # SGLang's default is 1 with most backends: every row would be a host page with a key and a
             # checksum.
-            declared["page_size"] = host_tier_page_size(model_config, view)
+            declared["page_size"] = models.host_tier_page_size(model_config, view)
     # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
     declare_resolution(server_args, _SOURCE, **declared)
 
@@ -303,7 +302,7 @@ def _finish(server_args):
     else:
         attention_rules.check_backends(layout, arrangement, view)
         attention_rules.check_model(model_config, view)
-    model_rules.check_resolved_dtype(layout, view.kv_cache_dtype, is_dsa=sparse)
+    models.check_resolved_dtype(layout, view.kv_cache_dtype, is_dsa=sparse)
     hook_groups.apply((hook_groups.LAUNCHER,))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.commands.plan import command
+from sgl_kvpool.commands import plan as command
 
 V32 = Path(__file__).resolve().parent / "configs" / "deepseek_v32.json"
 

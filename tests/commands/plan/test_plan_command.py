@@ -13,9 +13,9 @@ import pytest
 from codec_oracle import ROW_BYTES
 
 from sgl_kvpool.cli import main
+from sgl_kvpool.commands import plan as command
 from sgl_kvpool.commands.named_model import find_model
-from sgl_kvpool.commands.plan import command, report
-from sgl_kvpool.commands.plan.command import Candidate
+from sgl_kvpool.commands.plan import Candidate, report
 from sgl_kvpool.commands.plan.planned import Plan
 from sgl_kvpool.commands.plan.report import draw
 
