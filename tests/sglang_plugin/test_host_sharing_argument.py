@@ -8,7 +8,7 @@ HICACHE = "--enable-hierarchical-cache"
 TWO_RANKS = ("--tp-size", "2")
 #: Obstacle to sharing -> its arguments beside a host tier on two ranks, and its name in the message.
 PREVENTS = {
-    "stages": (["--pp-size", "2"], "--pp-size above 1"),
+    "stages": (["--pp-size", "2"], "--pp-size 2"),
     "write_back": (["--hicache-write-policy", "write_back"], "--hicache-write-policy write_back"),
     "buffer_only": (
         ["--hicache-host-memory-mode", "buffer_only", "--hicache-storage-backend", "file"],

@@ -84,13 +84,18 @@ def _absorbed(attention: Any, forward_batch: Any):
 # -------------------------------------------------------------------- factories
 
 
+def backend_class(device: str) -> type:
+    """Class of our backend for a target on a device."""
+    if device == "cpu":
+        from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
+
+        return KVPoolMLABackend
+    from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
+
+    return KVPoolMLACudaBackend
+
+
 def create_backend(runner: Any):
     """Our backend for a ModelRunner, target or draft; Refusal for a draft without MLA."""
     require_mla(runner)
-    if runner.device == "cpu":
-        from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
-
-        return KVPoolMLABackend(runner)
-    from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
-
-    return KVPoolMLACudaBackend(runner)
+    return backend_class(runner.device)(runner)

@@ -155,17 +155,15 @@ def _create_draft(original, self, backend_name, backend_map, error_template, sta
     """
     runner = self.draft_model_runner
 
-    def steps():
+    def create():
         require_mla(runner)
-        from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
+        if stamps_children:
+            from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
 
-        return KVPOOL_BACKEND, KVPoolMultiStepDraftBackend(runner, self.topk, self.speculative_num_steps)
-
-    def extend():
-        require_mla(runner)
+            return KVPOOL_BACKEND, KVPoolMultiStepDraftBackend(runner, self.topk, self.speculative_num_steps)
         from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 
         return KVPOOL_BACKEND, KVPoolMLACudaBackend(runner, skip_prefill=False)
 
-    backend_map = {**backend_map, KVPOOL_BACKEND: steps if stamps_children else extend}
+    backend_map = {**backend_map, KVPOOL_BACKEND: create}
     return original(self, backend_name, backend_map, error_template, stamps_children=stamps_children)

@@ -157,20 +157,12 @@ def _readers(configurator: Any) -> tuple[str, ...]:
     return tuple(name for name in attention_backends() if name is not None)
 
 
-def _layers_with_rows(configurator: Any) -> Collection[int] | None:
-    """Model layers with rows; None if all have rows.
-
-    `collect_k_scales` also finds linear layers, if these are `RadixAttention` modules (lightning).
-    """
-    layers = layers_with_rows(configurator.model_config)
-    # A hybrid draft is one MLA layer, to which SGLang's builder of pools gives the number 0.
-    return (0,) if layers is not None and configurator.is_draft_worker else layers
-
-
 def _k_scales_of(configurator: Any, layout: MLAKVCacheLayout) -> dict[int, float]:
     """k_scales of the model as it is loaded now, for the pool of a KVCacheConfigurator."""
-    readers, with_rows = _readers_of_rows(configurator), _layers_with_rows(configurator)
-    return _checked_k_scales(configurator, layout, readers, with_rows)
+    layers = layers_with_rows(configurator.model_config)
+    if layers is not None and configurator.is_draft_worker:
+        layers = (0,)  # a hybrid draft is one MLA layer, to which SGLang's builder of pools gives this number
+    return _checked_k_scales(configurator, layout, _readers_of_rows(configurator), layers)
 
 
 def _checked_k_scales(
@@ -179,7 +171,7 @@ def _checked_k_scales(
     if not layout.uses_k_scale:
         return {}
     k_scales = collect_k_scales(self.model)
-    if with_rows is not None:
+    if with_rows is not None:  # linear layers that are `RadixAttention` modules (lightning) were found too
         k_scales = {layer: value for layer, value in k_scales.items() if layer in with_rows}
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
     stock = sorted({name for name in readers if name != KVPOOL_BACKEND})

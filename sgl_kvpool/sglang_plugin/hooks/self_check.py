@@ -10,7 +10,7 @@ from typing import Any
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points, startup
-from sgl_kvpool.sglang_plugin.hooks import disaggregation, dsa, ranks
+from sgl_kvpool.sglang_plugin.hooks import attention, disaggregation, dsa, ranks
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import around
@@ -93,6 +93,8 @@ def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
 
 def _local_checks(runner: Any) -> Iterator[str]:
     """Check rows of target and drafts, then the target's attention; yield a text for each check."""
+    from sglang.srt.runtime_context import attention_backends
+
     from sgl_kvpool.srt.self_check import check_backend, check_lists, check_rows
 
     pool = runner.token_to_kv_pool
@@ -101,7 +103,8 @@ def _local_checks(runner: Any) -> Iterator[str]:
         if draft is not pool.row_pool:
             yield f"{check_rows(draft)} of a draft model"
     layers = _absorbed_layers(runner.model, pool)
-    own = _own_class(runner.device)
+    # Without our backend, its hook groups were not checked, so its modules may fail to import on this SGLang.
+    own = attention.backend_class(runner.device) if KVPOOL_BACKEND in attention_backends() else ()
     for backend in _nested(runner.attn_backend):
         reader = dsa.reader_of(backend)
         for layer in layers:
@@ -110,24 +113,6 @@ def _local_checks(runner: Any) -> Iterator[str]:
             elif reader is not None:
                 # SGLang's sparse backend needs a model's indexer, so the check calls the backend's reader.
                 yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, reader.attend)
-
-
-def _own_class(device: str) -> type | tuple[()]:
-    """Class of our attention backend, for `isinstance`; () if only SGLang's backends read the rows.
-
-    Without our backend, its hook groups were not checked, so its modules may fail to import on this SGLang.
-    """
-    from sglang.srt.runtime_context import attention_backends
-
-    if KVPOOL_BACKEND not in attention_backends():
-        return ()
-    if device == "cpu":
-        from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
-
-        return KVPoolMLABackend
-    from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
-
-    return KVPoolMLACudaBackend
 
 
 def _nested(backend: Any) -> list[Any]:

@@ -71,6 +71,24 @@ def disaggregates(mode: str | None) -> bool:
     return mode not in (None, "null")
 
 
+def above_one(field: str, reason: str) -> Feature:
+    """A number of ranks above 1 that is refused."""
+    return Feature(field, reason, in_use=lambda count: (count or 1) > 1, values="above 1")
+
+
+def one_value(field: str, value: str, reason: str) -> Feature:
+    """One value of an argument that is refused."""
+    return Feature(field, reason, in_use=lambda given: given == value, values=value)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _context_parallel(reason: str) -> tuple[Feature, Feature]:
+    return Feature("enable_prefill_cp", reason), above_one("attn_cp_size", reason)
+
+
 def _shared_buffer(arrangement: KVArrangement) -> bool:
     return not arrangement.has_contiguous_layers
 
@@ -81,22 +99,13 @@ LAYOUT_FEATURES = (
     Feature("enable_hisparse", "it allocates a pool of its own"),
     Feature("enable_kv_cache_sharding", "it shards stock MLA rows"),
     Feature("enable_dsa_cache_layer_split", "it allocates a pool of its own"),
-    Feature(
-        "dcp_size",
-        "decode context parallelism scatters rows by rules of its own",
-        in_use=lambda value: (value or 1) > 1,
-        values="above 1",
-    ),
+    above_one("dcp_size", "decode context parallelism scatters rows by rules of its own"),
     Feature("enable_page_major_kv_layout", "it allocates a pool of its own"),
     Feature("enable_unified_cache_external_linker", "the linker accepts SGLang's own pool classes only"),
     Feature("enable_linker_mla_dedup", "the linker accepts SGLang's own pool classes only"),
     Feature("enable_lmcache", "it computes the bytes of a row by itself"),
     Feature("enable_flexkv", "it computes the bytes of a row by itself"),
-    Feature(
-        "radix_cache_backend",
-        "a cache backend computes the bytes of a row by itself",
-        in_use=lambda value: value is not None,
-    ),
+    Feature("radix_cache_backend", "a cache backend computes the bytes of a row by itself", in_use=_is_given),
     Feature("use_ray", "Ray actors do not load SGLang plugins"),
     Feature("grpc_mode", "its launcher does not pass the layout to the schedulers"),
     Feature("smg_grpc_mode", "its launcher does not pass the layout to the schedulers"),
@@ -106,11 +115,10 @@ LAYOUT_FEATURES = (
         in_use=lambda threshold: threshold < 1,
         values="below 1",
     ),
-    Feature(
+    one_value(
         "disaggregation_decode_retraction_backup",
+        "host_pool",
         "SGLang's host_pool supports multi-head pools only, and retracted MLA rows are kept in cpu_tensor",
-        in_use=lambda backup: backup == "host_pool",
-        values="host_pool",
     ),
     Feature(
         "disaggregation_mode",
@@ -130,20 +138,13 @@ BACKEND_FEATURES = (
     Feature("enable_deterministic_inference", "its results may depend on the batch in their last bits"),
     Feature("enable_two_batch_overlap", "the halves of a batch would share the buffers of one step"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
-    Feature(
-        "enable_prefill_cp",
-        "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it",
-    ),
-    Feature(
-        "attn_cp_size",
-        "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it",
-        in_use=lambda size: (size or 1) > 1,
-        values="above 1",
+    *_context_parallel(
+        "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it"
     ),
     Feature(
         "dllm_algorithm",
         "diffusion attends later tokens, and the backend attends earlier tokens only",
-        in_use=lambda algorithm: algorithm is not None,
+        in_use=_is_given,
     ),
     Feature("enable_mis", "it takes no masks between the items of a prompt"),
     Feature("enable_torch_compile", "its kernels have not been traced by torch.compile", devices=("cuda",)),
@@ -158,11 +159,7 @@ BACKEND_FEATURES = (
 
 #: Arguments of speculative decoding that `kvpool_mla` does not support.
 DRAFT_FEATURES = (
-    Feature(
-        "speculative_draft_window_size",
-        "its draft backends attend whole sequences",
-        in_use=lambda size: size is not None,
-    ),
+    Feature("speculative_draft_window_size", "its draft backends attend whole sequences", in_use=_is_given),
     Feature(
         "speculative_adaptive",
         "every number of steps needs its own backends, for which no memory is reserved",
@@ -173,13 +170,7 @@ DRAFT_FEATURES = (
 #: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
-    Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),
-    Feature(
-        "attn_cp_size",
-        "it does not gather the rows of other ranks",
-        in_use=lambda size: (size or 1) > 1,
-        values="above 1",
-    ),
+    *_context_parallel("it does not gather the rows of other ranks"),
 )
 
 for _features in (LAYOUT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, READER_FEATURES):

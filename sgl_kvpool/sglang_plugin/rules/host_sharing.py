@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import has_own_draft, is_dsa, is_hybrid
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
 from sgl_kvpool.sglang_plugin.registry import fields
+from sgl_kvpool.sglang_plugin.rules.features import above_one, first_in_use, one_value
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
-fields("hicache_write_policy", "hicache_host_memory_mode", "hicache_storage_backend_extra_config")
-fields("attn_dp_size")
+fields("attn_dp_size", "hicache_storage_backend_extra_config")
 
-_WRITE_BACK = "--hicache-write-policy write_back"
 _WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
 
 _SHARED_DRAFTS = (
@@ -41,40 +39,24 @@ def _store_owns_the_tier(view: Any) -> bool:
     return bool(config.get("standalone_storage", envs.MOONCAKE_STANDALONE_STORAGE.get()))
 
 
-#: (test of ServerArgs' fields, name of the feature, why the ranks cannot share a tier with it).
-_PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (
-        lambda view: view.pp_size > 1,
-        "--pp-size above 1",
-        "SGLang's agreement on finished transfers covers the first stage only",
-    ),
-    (lambda view: view.hicache_write_policy == "write_back", _WRITE_BACK, _WAITS_ALONE),
-    (
-        lambda view: view.hicache_host_memory_mode == "buffer_only",
-        "--hicache-host-memory-mode buffer_only",
-        "its pages are written and read without the tree's agreements",
-    ),
-    (
-        lambda view: view.disaggregation_decode_retraction_backup == "host_pool",
-        "--disaggregation-decode-retraction-backup host_pool",
+#: Arguments with which the ranks cannot share a tier.
+_PREVENTS = (
+    above_one("pp_size", "SGLang's agreement on finished transfers covers the first stage only"),
+    one_value("hicache_write_policy", "write_back", _WAITS_ALONE),
+    one_value("hicache_host_memory_mode", "buffer_only", "its pages are moved without the tree's agreements"),
+    one_value(
+        "disaggregation_decode_retraction_backup",
+        "host_pool",
         "it reads the host pool without the agreement on loads",
     ),
-    (
-        lambda view: view.attn_cp_size > 1,
-        "--attn-cp-size above 1",
-        "ranks of context parallelism hold different rows",
-    ),
-    (
-        lambda view: view.disaggregation_mode == "decode",
-        "--disaggregation-mode decode",
+    above_one("attn_cp_size", "ranks of context parallelism hold different rows"),
+    one_value(
+        "disaggregation_mode",
+        "decode",
         "its offload has a controller of its own, without the tree's agreements",
     ),
-    (
-        _store_owns_the_tier,
-        "a store that allocates the tier's memory",
-        "the ranks would have to map that memory together",
-    ),
 )
+fields(*(feature.field for feature in _PREVENTS))
 
 
 def _has_packed_draft(model_config: Any, view: Any) -> bool:
@@ -100,8 +82,8 @@ def write_policy_problem(policy: str | None) -> str | None:
     if policy != "write_back":
         return None
     return (
-        f"{_WRITE_BACK} does not work with {HOST_SHARING.flag} {NODE}: {_WAITS_ALONE}; leave it out, or "
-        f"start the server with {HOST_SHARING.flag} {RANK}"
+        f"--hicache-write-policy {policy} does not work with {HOST_SHARING.flag} {NODE}: {_WAITS_ALONE}; "
+        f"leave it out, or start the server with {HOST_SHARING.flag} {RANK}"
     )
 
 
@@ -117,7 +99,12 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, s
     """
     if requested == RANK:
         return RANK, "as requested"
-    found = [(name, why) for in_use, name, why in _PREVENTS if in_use(view)]
+    prevented = first_in_use(_PREVENTS, view)
+    found = [] if prevented is None else [(prevented[1], prevented[0].reason)]
+    if _store_owns_the_tier(view):
+        found.append(
+            ("a store that allocates the tier's memory", "the ranks would have to map that memory together")
+        )
     if view.speculative_algorithm is not None and not _has_packed_draft(model_config, view):
         found.append((f"--speculative-algorithm {view.speculative_algorithm}", _SHARED_DRAFTS))
     if is_dsa(model_config):
