@@ -237,7 +237,7 @@ def _request(
     # Any size of the host tier: it does not affect the device, and the size that fits is computed later.
     host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
     words = candidate.arguments(arguments.tp, others, host_gb)
-    return {"model_path": model_path, "layout": candidate.layout, "arguments": words}
+    return {"model_path": model_path, "arguments": words}
 
 
 def _candidates(with_host: bool) -> list[Candidate]:

@@ -54,17 +54,17 @@ def main() -> int:
     # imported, so they must be imported before the GPU is described.
     for group in (*hook_groups.GROUPS, COMMANDS):
         group.problem()
-    from sgl_kvpool.commands.plan.sizing import Machine, ServerRequest
+    from sgl_kvpool.commands.plan.sizing import Machine
 
     machine = Machine(**request["machine"])
     enough: dict[tuple[Any, ...], str] = {}
     for server in request["servers"]:
-        wanted = ServerRequest(server["model_path"], server["layout"], tuple(server["arguments"]))
+        wanted = server["model_path"], server["arguments"]
         answer = _in_a_fork(wanted, machine)
         if "too_heavy" in answer:
             # Computed once: all layouts have the same weights.
             ranks = answer["too_heavy"]
-            key = (wanted.model_path, *ranks.values())
+            key = (server["model_path"], *ranks.values())
             if key not in enough:
                 enough[key] = _min_gpus_text(wanted, machine, **ranks)
             answer = {"refused": f"{answer['refused']}; {enough[key]}"}
@@ -81,7 +81,8 @@ def _min_gpus_text(wanted: Any, machine: Any, tp_size: int, attention_ranks: int
         count = groups * ranks
         if heads % ranks or machine.weights_gib / count >= machine.gpu_gib:
             continue
-        more = replace(wanted, arguments=(*wanted.arguments, "--tp-size", str(count)))
+        model_path, arguments = wanted
+        more = model_path, [*arguments, "--tp-size", str(count)]
         if "tokens" in _in_a_fork(more, replace(machine, gpu_count=max(count, 8))):
             return (
                 f"{count} GPUs are enough (--tp {count}"
@@ -124,7 +125,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
 
     _describe(machine)
     try:
-        return size_server(wanted, machine)
+        return size_server(*wanted, machine)
     except TooHeavy as error:
         ranks = {"attention_ranks": error.attention_ranks, "heads": error.heads, "tp_size": error.tp_size}
         return {"refused": str(error), "too_heavy": ranks}
@@ -136,7 +137,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
             for phase, name in zip(("prefill", "decode"), error.instead, strict=True)
         )
         flags = {word.partition("=")[0] for word in named}
-        if flags & {word.partition("=")[0] for word in wanted.arguments}:
+        if flags & {word.partition("=")[0] for word in wanted[1]}:
             return {"refused": str(error)}  # the user named a backend, or this pair was tried
         return {"refused": str(error), "instead": named}
     except (OSError, IncompleteConfig) as error:

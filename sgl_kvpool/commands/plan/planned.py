@@ -17,6 +17,13 @@ MEMORY, MAX_TOTAL = "memory for rows", "--max-total-tokens"
 CONTEXT_TOKENS = 32768
 
 
+#: Answers that are the same for all servers, and their values if every server is refused.
+_OF_ALL_SERVERS: dict[str, Any] = {
+    "model": {}, "mem_fraction_static": 0.0, "attention_copies": 1, "row_copies": 1, "stages": 1,
+    "draft_weights_gib": None,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class HostBytes:
     """Bytes per token and slot in a host tier.
@@ -220,9 +227,9 @@ class Plan:
         others: Sequence[str],
     ) -> Plan:
         """Plan from the answers of `ask`; ValueError if a request exceeds the model's context."""
-        sized = [answer for _, answer in servers if "refused" not in answer]
-        facts = sized[0]["model"] if sized else {}
-        longest = facts.get("context_len", context_tokens or CONTEXT_TOKENS)
+        unsized = {**_OF_ALL_SERVERS, "ranks_per_node": tp_size}
+        first = next((answer for _, answer in servers if "refused" not in answer), unsized)
+        longest = first["model"].get("context_len", context_tokens or CONTEXT_TOKENS)
         if context_tokens is None:
             context_tokens = min(longest, CONTEXT_TOKENS)
         if context_tokens > longest:
@@ -232,22 +239,16 @@ class Plan:
         return cls(
             schema=SCHEMA,
             model_path=model,
-            model=facts,
             machine=machine,
             weights_known=weights_known,
             tp_size=tp_size,
             host_gb=host_gb,
             context_tokens=context_tokens,
-            mem_fraction_static=sized[0]["mem_fraction_static"] if sized else 0.0,
-            attention_copies=sized[0]["attention_copies"] if sized else 1,
-            row_copies=sized[0]["row_copies"] if sized else 1,
-            ranks_per_node=sized[0]["ranks_per_node"] if sized else tp_size,
-            stages=sized[0]["stages"] if sized else 1,
-            draft_weights_gib=sized[0]["draft_weights_gib"] if sized else None,
             servers=[
                 _planned(candidate, answer, model, tp_size, host_gb, context_tokens, others)
                 for candidate, answer in servers
             ],
+            **{name: first[name] for name in unsized},
         )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
+from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE
 from sgl_kvpool.commands.named_model import weights_gib
 from sgl_kvpool.commands.plan.plannable import (
     check_drafts,
@@ -57,23 +58,13 @@ class Machine:
     drafts_included: bool = False
 
 
-@dataclass(frozen=True)
-class ServerRequest:
-    """One server to size.
+def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> dict[str, Any]:
+    """Resolve a server's arguments and size its cache, by SGLang's code.
 
-    Attributes
+    Parameters
     ----------
     model_path : str
         Folder from which SGLang reads the configuration; with SGLANG_USE_MODELSCOPE also a name on that hub.
-    """
-
-    model_path: str
-    layout: str | None
-    arguments: tuple[str, ...]
-
-
-def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
-    """Resolve a server's arguments and size its cache, by SGLang's code.
 
     Returns
     -------
@@ -90,18 +81,19 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
 
     from sgl_kvpool.sglang_plugin import hook_groups
+    from sgl_kvpool.sglang_plugin.options import layout_of
 
     hook_groups.apply((hook_groups.POOLS,))
-    arguments = ("--model-path", request.model_path, "--device", "cuda", *request.arguments)
-    server_args = _parsed(prepare_server_args, arguments)
+    words = ("--model-path", model_path, "--device", "cuda", *arguments)
+    server_args = _parsed(prepare_server_args, words)
     server_args.resolve_once()
     publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     view = resolving_view(server_args)
     model_config = model_config_of(server_args)
     check_plannable(server_args, view, model_config)
-    check_geometry(model_config, Path(request.model_path))
+    check_geometry(model_config, Path(model_path))
     check_heads(model_config)
-    layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
+    layout = layout_of(server_args)
     # The resolved `dp_size` counts replicas. Groups of DP attention, which share the `tp_size` ranks, are in
     # `attn_dp_size`.
     ranks = view.tp_size * view.dp_size
@@ -116,7 +108,6 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     check_weights(all_weights_gib, machine, view, model_config)
     config, available_bytes = _sized(stages, machine, all_weights_gib / (view.tp_size * view.pp_size))
     sizes = _pool_configurator(configurator)
-    attention = attention_of(layout, view, is_dsa=is_dsa(model_config))
     states = configurator.mambaish_config
     tier = None
     if layout is not None and view.enable_hierarchical_cache:
@@ -134,7 +125,6 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "workspace_bytes": sizes._fixed_overhead_bytes,
         "available_bytes": available_bytes,
         "mem_fraction_static": view.mem_fraction_static,
-        "kv_cache_dtype": view.kv_cache_dtype,
         # Schedulers with a cache of their own, of `tokens` tokens each.
         "caches": caches,
         # Ranks with a full copy of the rows of one cache.
@@ -143,7 +133,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         # Weights of a separate draft model that `weights_gib` does not include; 0 if unknown.
         "draft_weights_gib": draft_gib,
         "ranks_per_node": ranks * view.pp_size // view.nnodes,
-        "attention": asdict(attention),
+        "attention": _attention(layout, view, is_dsa=is_dsa(model_config)),
         "host": tier,
         "model": _facts(model_config, stages),
     }
@@ -329,57 +319,38 @@ def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Names of the prefill and decode backends, and the reason for them."""
-
-    prefill: str
-    decode: str
-    why: str
-
-
-def attention_of(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) -> Attention:
-    """Attention backends of a layout, or of SGLang's own pool (None); `view` resolves arguments."""
-    if is_dsa:
-        return _sparse(layout, view)
+def _attention(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) -> dict[str, str]:
+    """Prefill and decode backends of a layout, or of SGLang's own pool (None), and the reason for them."""
     from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
-
-    prefill, decode = (name or "SGLang's choice at start" for name in backends_in_use(view))
-    if layout is None:
-        return Attention(prefill, decode, "SGLang's choice")
-    if KVPOOL_BACKEND not in (prefill, decode):
-        return Attention(prefill, decode, f"SGLang's choice, which reads {layout} rows as they are stored")
-    return Attention(prefill, decode, _why_ours(layout))
-
-
-def _why_ours(layout: MLAKVCacheLayout) -> str:
-    known = SGLANG_READERS[layout]
-    if not known.backends:
-        return (
-            f"no other backend reads {layout} rows; {KVPOOL_BACKEND} reads the rows of the batch once, in "
-            "their stored size"
-        )
-    casting_backends = sorted(name for name, phases in known.casting_backends.items() if phases == PHASES)
-    if casting_backends:
-        return (
-            f"{' and '.join(casting_backends)} would cast the whole pool of a layer in every call; "
-            f"{KVPOOL_BACKEND} reads the rows of the batch once, in their stored size"
-        )
-    return "as the arguments require"
-
-
-def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:
     from sgl_kvpool.sglang_plugin.rules.dsa import table_names
 
-    prefill, decode = view.dsa_prefill_backend, view.dsa_decode_backend
+    if not is_dsa:
+        prefill, decode = (name or "SGLang's choice at start" for name in backends_in_use(view))
+        why = _why(layout, KVPOOL_BACKEND in (prefill, decode), is_dsa)
+        return {"prefill": prefill, "decode": decode, "why": why}
+    pair = view.dsa_prefill_backend, view.dsa_decode_backend
+    if layout is not None:
+        pair = table_names(layout, *pair)
+    prefill, decode = (f"{DSA_BACKEND}/{name}" for name in pair)
+    return {"prefill": prefill, "decode": decode, "why": _why(layout, pair[1] == KVPOOL_DECODE, is_dsa)}
+
+
+def _why(layout: MLAKVCacheLayout | None, is_ours: bool, is_dsa: bool) -> str:
     if layout is None:
-        return Attention(f"{DSA_BACKEND}/{prefill}", f"{DSA_BACKEND}/{decode}", "SGLang's choice")
-    prefill, decode = table_names(layout, prefill, decode)
-    if decode == KVPOOL_BACKEND:
-        why = (
-            f"decode by {KVPOOL_BACKEND}, because no kernel of SGLang's reads {layout} rows; prefill attends "
+        return "SGLang's choice"
+    if not is_ours:
+        return f"SGLang's choice, which reads {layout} rows as they are stored"
+    if is_dsa:
+        return (
+            f"decode by {KVPOOL_DECODE}, because no kernel of SGLang's reads {layout} rows; prefill attends "
             "decoded rows"
         )
+    casting = SGLANG_READERS[layout].casting_backends
+    casts = " and ".join(sorted(name for name, phases in casting.items() if phases == PHASES))
+    if casts:
+        others = f"{casts} would cast the whole pool of a layer in every call"
+    elif not SGLANG_READERS[layout].backends:
+        others = f"no other backend reads {layout} rows"
     else:
-        why = f"SGLang's kernels, which read {layout} rows as they are stored"
-    return Attention(f"{DSA_BACKEND}/{prefill}", f"{DSA_BACKEND}/{decode}", why)
+        return "as the arguments require"
+    return f"{others}; {KVPOOL_BACKEND} reads the rows of the batch once, in their stored size"
