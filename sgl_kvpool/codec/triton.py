@@ -102,35 +102,17 @@ def store_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "row_count"])
 def gather_kernel(
-    rows_ptr,  # uint8
-    slots_ptr,  # int32 or int64, or None: token t is row t
-    nope_ptr,  # bf16, fp16 or fp32, written
-    rope_ptr,  # same dtype as nope_ptr, written; None if P is 0
-    tokens,
-    row_count,
-    row_stride,
-    slots_stride,
-    nope_stride,
-    rope_stride,
-    k_scale,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    NOPE: tl.constexpr,
-    NOPE_AT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_AT: tl.constexpr,
-    NOPE_BY_K_SCALE: tl.constexpr,  # whether latent values are multiplied by k_scale
-    ROPE_BY_K_SCALE: tl.constexpr,
-    PADDING_AT: tl.constexpr,
-    PADDING: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    rows_ptr, slots_ptr, nope_ptr, rope_ptr, tokens, row_count, row_stride, slots_stride, nope_stride,
+    rope_stride, k_scale, R: tl.constexpr, P: tl.constexpr, NOPE: tl.constexpr, NOPE_AT: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_AT: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_AT: tl.constexpr, NOPE_BY_K_SCALE: tl.constexpr, ROPE_BY_K_SCALE: tl.constexpr,
+    PADDING_AT: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     NATIVE: tl.constexpr,
-):
-    """Decode the row of each token; write zeros for a token without a row."""
+):  # fmt: skip
+    """Decode the row of each token; write zeros for a token without a row.
+
+    Arguments are those of `store_kernel`, but values, bf16, fp16 or fp32, are written and rows are read.
+    """
     token, rows, exists, live = _row_pointers(
         rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS
     )

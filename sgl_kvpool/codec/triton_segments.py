@@ -68,19 +68,10 @@ def load_values(
 
 @triton.jit
 def load_as(
-    rows,
-    live,
-    k_scale,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    ENCODING: tl.constexpr,
-    VALUES_AT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    rows, live, k_scale, FIRST: tl.constexpr, COUNT: tl.constexpr, ENCODING: tl.constexpr,
+    VALUES_AT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_AT: tl.constexpr,
+    NATIVE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """`load_values` cast to DTYPE; bf16 to bf16 copies the bits, including NaN payloads."""
     if ENCODING == "bf16" and tl.bfloat16 == DTYPE:
         words = (rows + (VALUES_AT + 2 * FIRST)).to(tl.pointer_type(tl.int16))
@@ -95,19 +86,11 @@ def load_as(
 
 @triton.jit
 def store_values(
-    bits,  # [ROWS, COUNT] int16, the bf16 values
-    rows,
-    live,
-    k_scale,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    ENCODING: tl.constexpr,
-    VALUES_AT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE_AT: tl.constexpr,
+    bits,  # [ROWS, COUNT] int16, the bf16 values; the other arguments are those of `load_values`
+    rows, live, k_scale, FIRST: tl.constexpr, COUNT: tl.constexpr, ENCODING: tl.constexpr,
+    VALUES_AT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_AT: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+):  # fmt: skip
     """Encode values and write them, and their scales, into one segment."""
     ROWS: tl.constexpr = rows.shape[0]
     index = tl.arange(0, COUNT)[None, :]

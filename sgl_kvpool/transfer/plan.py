@@ -29,6 +29,7 @@ from sgl_kvpool.memory.canonical import (
     LayerReference,
     check_interchangeable,
 )
+from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
 
 
@@ -180,7 +181,12 @@ def _paired(
             f"{ours.part} of layer {ours.layer_id} has {a.run_count} runs of {a.run_bytes} bytes on one side "
             f"and {b.run_count} of {b.run_bytes} on the other, which cannot be paired"
         )
-    run_bytes = min(a.run_bytes, b.run_bytes)
+    return _copy_run(source, a, target, b, min(a.run_bytes, b.run_bytes)).simplified()
+
+
+def _copy_run(
+    source: CanonicalKVCaches, a: PageRuns, target: CanonicalKVCaches, b: PageRuns, run_bytes: int
+) -> CopyRun:
     from_tensor, to_tensor = source.tensors[a.tensor_index], target.tensors[b.tensor_index]
     return CopyRun(
         source_address=from_tensor.data_ptr() + a.offset_bytes,
@@ -192,7 +198,7 @@ def _paired(
         # A side with a single run is split into as many runs as the other side has.
         source_run_stride=a.run_stride_bytes if a.run_count > 1 else run_bytes,
         target_run_stride=b.run_stride_bytes if b.run_count > 1 else run_bytes,
-    ).simplified()
+    )
 
 
 def _check_convertible(ours: CanonicalGroup, theirs: CanonicalGroup, conversion: RowConversion) -> None:
@@ -222,28 +228,22 @@ def _paired_rows(
     rows: int,
 ) -> CopyRun:
     """Copy run of a layer's rows: one run per row on both sides."""
-    sides = []
-    for caches, runs in ((source, ours.runs), (target, theirs.runs)):
-        row_bytes = runs.size_bytes // rows
-        if runs.run_bytes % row_bytes or runs.run_count not in (1, rows):
-            raise ValueError(f"{runs} does not hold {rows} rows one after the other")
-        stride = row_bytes if runs.run_count == 1 else runs.run_stride_bytes
-        tensor = caches.tensors[runs.tensor_index]
-        sides.append((tensor.data_ptr() + runs.offset_bytes, tensor.stride(0), stride, row_bytes))
-    (source_address, source_page, source_row, row_bytes), (target_address, target_page, target_row, _) = sides
-    odd = [n for side in sides for n in side if n % CONVERTED_ALIGNMENT_BYTES]
+    a, b = _row_runs(ours.runs, rows), _row_runs(theirs.runs, rows)
+    run = _copy_run(source, a, target, b, a.run_bytes)
+    numbers = (*replace(run, run_count=0).row, b.run_bytes)
+    odd = [number for number in numbers if number % CONVERTED_ALIGNMENT_BYTES]
     if odd:
         raise ValueError(
             f"rows of layer {ours.layer_id} do not all begin at a multiple of {CONVERTED_ALIGNMENT_BYTES} "
             f"bytes ({odd[0]}), which conversions need; use --kv-host-layout same"
         )
-    return CopyRun(
-        source_address=source_address,
-        target_address=target_address,
-        source_page_stride=source_page,
-        target_page_stride=target_page,
-        run_bytes=row_bytes,
-        run_count=rows,
-        source_run_stride=source_row,
-        target_run_stride=target_row,
-    )
+    return run
+
+
+def _row_runs(runs: PageRuns, rows: int) -> PageRuns:
+    """The same bytes with one run per row."""
+    row_bytes = runs.size_bytes // rows
+    if runs.run_bytes % row_bytes or runs.run_count not in (1, rows):
+        raise ValueError(f"{runs} does not hold {rows} rows one after the other")
+    stride = row_bytes if runs.run_count == 1 else runs.run_stride_bytes
+    return replace(runs, run_bytes=row_bytes, run_count=rows, run_stride_bytes=stride)
