@@ -9,19 +9,14 @@ from contextlib import contextmanager
 
 from sgl_kvpool.refusal import Refusal
 
-#: Layout of the KV cache, like `--kv-cache-layout`. The prefix is KVPOOL_ because SGLang treats every SGL_X
-#: as an old name of its own and copies it to SGLANG_X.
+#: Prefix of our variables. SGLang treats every SGL_X as an old name of its own and copies it to SGLANG_X.
+_PREFIX = "KVPOOL_"
+#: Variables that replace a server argument, those of `options.OPTIONS`.
 KV_CACHE_LAYOUT = "KVPOOL_KV_CACHE_LAYOUT"
-#: How the pages of all layers lie in memory, like `--kv-cache-arrangement`.
-KV_CACHE_ARRANGEMENT = "KVPOOL_KV_CACHE_ARRANGEMENT"
-#: Layout of the host tier's rows, like `--kv-host-layout`.
-KV_HOST_LAYOUT = "KVPOOL_KV_HOST_LAYOUT"
-#: Engine that moves pages between pool and host tier, like `--kv-host-engine`.
-KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
-#: Whether the ranks of a machine share one host tier, like `--kv-host-sharing`.
-KV_HOST_SHARING = "KVPOOL_KV_HOST_SHARING"
-#: Variables that replace a server argument.
-OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE, KV_HOST_SHARING)
+OPTIONS = (
+    *(KV_CACHE_LAYOUT, "KVPOOL_KV_CACHE_ARRANGEMENT"),
+    *("KVPOOL_KV_HOST_LAYOUT", "KVPOOL_KV_HOST_ENGINE", "KVPOOL_KV_HOST_SHARING"),
+)
 #: Internal: names of the hook groups that a scheduler applies. The launcher of a server with a layout sets it
 #: while it spawns schedulers, which load plugins before they know their arguments.
 CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
@@ -54,7 +49,6 @@ EFFECTS = {
 VARIABLES = (*OPTIONS, *EFFECTS)
 #: Prefixes that mark a name as ours, so that misspelled variables are reported. SGL_KVPOOL_ was the prefix
 #: before the first release; SGLANG_KVPOOL_ is what SGLang copies it to and recommends.
-_PREFIX = "KVPOOL_"
 _PREFIXES = (_PREFIX, "SGL_KVPOOL_", "SGLANG_KVPOOL_")
 
 #: SGLang's list of the plugins it loads, separated by commas; unset, it loads all. Ours is called PLUGIN.

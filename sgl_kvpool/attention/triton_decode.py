@@ -53,24 +53,11 @@ def _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK: tl.constexpr
 
 @triton.jit
 def _load_block(
-    entries,
-    pool_ptr,
-    row_count,
-    ROW_STRIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    NOPE: tl.constexpr,
-    NOPE_AT: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_AT: tl.constexpr,
-    SLICE: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
+    entries, pool_ptr, row_count, ROW_STRIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, NOPE: tl.constexpr, NOPE_AT: tl.constexpr, SCALE: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, SCALE_AT: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr,
+    SLICE: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
     """Stored bytes of the rows of entries [BLOCK, 1]: every slice, then the rope, if any.
 
     Also returns a mask of the entries with a row, bool [BLOCK, 1]; the others give zeros.
@@ -88,15 +75,9 @@ def _load_block(
 
 @triton.jit
 def _operands_of(
-    stored,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLICE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    stored, R: tl.constexpr, P: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr,
+    SLICE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Operands [BLOCK, CHUNK] of every chunk, then [BLOCK, P] of the rope, if any."""
     operands = ()
     for s in tl.static_range(R // SLICE):

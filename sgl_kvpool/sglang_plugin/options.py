@@ -32,7 +32,6 @@ class Option:
     """
 
     name: str
-    env: str
     values: tuple[str, ...]
     help: str
     default: str = AUTO
@@ -41,6 +40,11 @@ class Option:
     def flag(self) -> str:
         """The option's flag on the command line."""
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """The environment variable that replaces the option."""
+        return f"KVPOOL_{self.name.upper()}"
 
     @property
     def words(self) -> str:
@@ -106,14 +110,12 @@ class Option:
 
 LAYOUT = Option(
     "kv_cache_layout",
-    env.KV_CACHE_LAYOUT,
     tuple(layout.value for layout in MLAKVCacheLayout),
     "The bytes of an MLA KV cache row, which determine pool, memory budget and attention. "
     f"'{AUTO}' (as without the argument) leaves SGLang unchanged.",
 )
 ARRANGEMENT = Option(
     "kv_cache_arrangement",
-    env.KV_CACHE_ARRANGEMENT,
     tuple(arrangement.value for arrangement in KVArrangement.of_rows()),
     "How the pages of all layers lie in memory, with --kv-cache-layout. layer_major is SGLang's way; in the "
     f"others a page is contiguous over all layers. '{AUTO}' (as without the argument) takes an arrangement "
@@ -121,7 +123,6 @@ ARRANGEMENT = Option(
 )
 HOST_LAYOUT = Option(
     "kv_host_layout",
-    env.KV_HOST_LAYOUT,
     HOST_LAYOUTS[1:],
     "The bytes of a row in the host tier (--enable-hierarchical-cache with --kv-cache-layout): narrower than "
     "the device's, so that the same memory holds more tokens. Rows are encoded on their way out and decoded "
@@ -130,20 +131,19 @@ HOST_LAYOUT = Option(
 )
 HOST_ENGINE = Option(
     "kv_host_engine",
-    env.KV_HOST_ENGINE,
     HOST_ENGINES,
     "The engine that moves pages between pool and host tier, with --kv-cache-layout. "
     f"'{AUTO}' (as without the argument) chooses one when the server starts.",
 )
 HOST_SHARING = Option(
     "kv_host_sharing",
-    env.KV_HOST_SHARING,
     (NODE, RANK),
     "Whether the N tensor-parallel ranks of a machine share one copy of a page in host memory (node), so "
     "that the same memory holds N times the tokens, or keep one copy each (rank), with --kv-cache-layout. "
     f"'{AUTO}' (as without the argument) shares where that is supported.",
 )
 OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
+assert tuple(option.env for option in OPTIONS) == env.OPTIONS
 
 
 def environment_problems() -> list[str]:
