@@ -77,7 +77,7 @@ class StagedEngine(GpuEngine):
         """Kernel between device pages and a slot, and copies between the slot and host pages, for `parts`."""
         plan = self.plan
         source, target = (
-            CanonicalKVCaches(caches.tensors, (_some(group, parts),))
+            CanonicalKVCaches(caches.tensors, (replace(group, layers=tuple(group.layers[i] for i in parts)),))
             for caches, group in ((plan.source, plan.source_group), (plan.target, plan.target_group))
         )
         host = target if self.to_host else source
@@ -105,8 +105,19 @@ class StagedEngine(GpuEngine):
         """
         stream = self.tools.current_stream()
         if self.to_host:
-            self._check(transfer)
-            self._store(transfer, stream)
+            lists = self._begun(transfer, stream)
+            for steps in self._steps:
+                self.tools.calls.staged_store(
+                    self._buffer.handle,
+                    steps.kernel.address,
+                    steps.copy.address,
+                    lists.slots.data_ptr(),
+                    lists.stride,
+                    lists.host_pages.ctypes.data,
+                    len(lists.host_pages),
+                    steps.slot_pages,
+                    stream,
+                )
             return
         # If the following fails, the next part begins anew.
         load = transfer.state.pop(self, None) or self._begun(transfer, stream)
@@ -116,30 +127,13 @@ class StagedEngine(GpuEngine):
                 load.groups.add(group)
         transfer.state[self] = load
 
-    def _begun(self, transfer: Transfer, stream: int) -> _Load:
+    def _begun(self, transfer: Transfer, stream: int) -> _Lists:
         self._check(transfer)
-        load = _Load(*self._on_device(transfer.device_pages), contiguous(transfer.host_pages))
+        lists = _Lists(*self._on_device(transfer.device_pages), contiguous(transfer.host_pages))
         self.tools.calls.begin(self._buffer.handle, stream)
-        return load
+        return lists
 
-    def _store(self, transfer: Transfer, stream: int) -> None:
-        slots, stride = self._on_device(transfer.device_pages)
-        host_pages = contiguous(transfer.host_pages)
-        self.tools.calls.begin(self._buffer.handle, stream)
-        for steps in self._steps:
-            self.tools.calls.staged_store(
-                self._buffer.handle,
-                steps.kernel.address,
-                steps.copy.address,
-                slots.data_ptr(),
-                stride,
-                host_pages.ctypes.data,
-                len(host_pages),
-                steps.slot_pages,
-                stream,
-            )
-
-    def _load_group(self, load: _Load, group: int, stream: int) -> None:
+    def _load_group(self, load: _Lists, group: int, stream: int) -> None:
         steps = self._steps[group]
         self.tools.calls.staged_load(
             self._buffer.handle,
@@ -155,17 +149,13 @@ class StagedEngine(GpuEngine):
 
 
 @dataclass
-class _Load:
-    """Lists of a load as compiled code takes them, and the groups that were enqueued so far."""
+class _Lists:
+    """Lists of a transfer as compiled code takes them, and the groups of a load that were enqueued so far."""
 
     slots: torch.Tensor
     stride: int
     host_pages: np.ndarray
     groups: set[int] = field(default_factory=set)
-
-
-def _some(group: CanonicalGroup, parts: Sequence[int]) -> CanonicalGroup:
-    return replace(group, layers=tuple(group.layers[i] for i in parts))
 
 
 def _groups(host: CanonicalGroup, wanted_bytes: int, most_bytes: int) -> list[range]:

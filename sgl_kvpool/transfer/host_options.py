@@ -38,11 +38,6 @@ class HostTierOptions:
     engine: str = "auto"
     sharing: str = RANK
 
-    @property
-    def may_stage(self) -> bool:
-        """Whether engine `staged` may be chosen on a GPU."""
-        return self.engine in ("auto", "staged")
-
     def serves(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
         """Whether sgl-kvpool provides the host tier of such a pool.
 

@@ -82,7 +82,9 @@ def exposure(folder: Path) -> str | None:
     place, status = folder, None
     for place, status in _steps(folder):
         if parent is not None:
-            facts += _replaceable(*parent)
+            mode = stat.S_IMODE(parent[1].st_mode)
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # the sticky bit keeps others from it
+                facts.append(f"any account may replace what is in {parent[0]} (mode {mode:04o})")
         if status is None:
             if parent is not None and parent[1].st_mode & stat.S_IWOTH:
                 facts.append(f"{place} does not exist, and any account may make it first")
@@ -96,12 +98,6 @@ def exposure(folder: Path) -> str | None:
             what = "write into" if mode & stat.S_IWOTH else "read"
             facts.append(f"any account may {what} {place} (mode {mode:04o})")
     return "; ".join(dict.fromkeys(facts)) or None
-
-
-def _replaceable(place: Path, status: os.stat_result) -> Iterator[str]:
-    """Whether any account may replace what is in a folder; the sticky bit keeps others from it."""
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        yield f"any account may replace what is in {place} (mode {stat.S_IMODE(status.st_mode):04o})"
 
 
 def _steps(folder: Path) -> Iterator[tuple[Path, os.stat_result | None]]:

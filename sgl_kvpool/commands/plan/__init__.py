@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-gb",
-        type=_gpu_gib,
+        # nvidia-smi shows MiB: an H100 has 81559.
+        type=partial(_number, what="the memory of one GPU in GiB (MiB divided by 1024)", limit=1000),
         required=True,
         metavar="N",
         help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
@@ -60,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=_count, default=1, metavar="N", help="ranks of tensor parallelism (1)")
     parser.add_argument(
         "--host-gb",
-        type=_host_gb,
+        type=partial(_number, what="memory of one node in GB", limit=1e5),
         metavar="N",
         help="memory for the host tier of a node, for all its ranks together, in GB (1e9 bytes)",
     )
@@ -72,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights-gb",
-        type=_gib,
+        type=partial(_number, what="memory in GiB", limit=1e5, least=0),
         metavar="N",
         help="GiB of all weights, including a draft's (size of the folders' safetensors files; else 0)",
     )
     parser.add_argument(
         "--taken-gb",
-        type=_gib,
+        type=partial(_number, what="memory in GiB", limit=1e5, least=0),
         default=TAKEN_GIB,
         metavar="N",
         help=f"memory of a GPU in GiB that is in use before the weights are loaded ({TAKEN_GIB:g})",
@@ -284,7 +286,7 @@ def _names_in(file: Path) -> list[str]:
     return ["--" + str(name).replace("_", "-") for name in found]
 
 
-def _number(text: str, what: str, limit: float, *, least: float | None = None) -> float:
+def _number(text: str, what: str, limit: float, least: float | None = None) -> float:
     """A number of at most `limit` and at least `least` (else above 0); `what` names it in the error."""
     try:
         value = float(text)
@@ -294,19 +296,6 @@ def _number(text: str, what: str, limit: float, *, least: float | None = None) -
         above = "above 0" if least is None else f"of {least:g} or more"
         raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
     return value
-
-
-def _gpu_gib(text: str) -> float:
-    # nvidia-smi shows MiB: an H100 has 81559.
-    return _number(text, "the memory of one GPU in GiB (MiB divided by 1024)", 1000)
-
-
-def _host_gb(text: str) -> float:
-    return _number(text, "memory of one node in GB", 1e5)
-
-
-def _gib(text: str) -> float:
-    return _number(text, "memory in GiB", 1e5, least=0)
 
 
 def _count(text: str) -> int:

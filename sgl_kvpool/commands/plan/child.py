@@ -124,8 +124,9 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     from sgl_kvpool.commands.plan.sizing import size_server
 
     _describe(machine)
+    model_path, arguments = wanted
     try:
-        return size_server(*wanted, machine)
+        return size_server(model_path, arguments, machine)
     except TooHeavy as error:
         ranks = {"attention_ranks": error.attention_ranks, "heads": error.heads, "tp_size": error.tp_size}
         return {"refused": str(error), "too_heavy": ranks}
@@ -137,7 +138,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
             for phase, name in zip(("prefill", "decode"), error.instead, strict=True)
         )
         flags = {word.partition("=")[0] for word in named}
-        if flags & {word.partition("=")[0] for word in wanted[1]}:
+        if flags & {word.partition("=")[0] for word in arguments}:
             return {"refused": str(error)}  # the user named a backend, or this pair was tried
         return {"refused": str(error), "instead": named}
     except (OSError, IncompleteConfig) as error:

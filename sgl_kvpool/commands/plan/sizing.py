@@ -103,7 +103,9 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     configurator = stages[0]
     caches = configurator.attn_dp_size * view.dp_size
     check_drafts(view, configurator)
-    draft_gib = None if machine.drafts_included else _draft_weights_gib(view)
+    draft_gib = None
+    if has_own_draft(view) and not machine.drafts_included:  # SGLang loads it before it sizes the cache
+        draft_gib = weights_gib(Path(view.speculative_draft_model_path)) or 0.0
     all_weights_gib = machine.weights_gib + (draft_gib or 0.0)
     check_weights(all_weights_gib, machine, view, model_config)
     config, available_bytes = _sized(stages, machine, all_weights_gib / (view.tp_size * view.pp_size))
@@ -205,13 +207,6 @@ def _configurator(server_args: Any, view: Any, model_config: Any, stage: int) ->
         token_to_kv_pool_allocator=None,
         memory_pool_config=None,
     )
-
-
-def _draft_weights_gib(view: Any) -> float | None:
-    """Weights of a separate draft model, which SGLang loads before it sizes the cache; None without one."""
-    if not has_own_draft(view):
-        return None
-    return weights_gib(Path(view.speculative_draft_model_path)) or 0.0
 
 
 def _sized(stages: list[Any], machine: Machine, rank_weights_gib: float) -> tuple[Any, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sgl_kvpool.commands.named_model import NamedModel, find_model
@@ -107,7 +108,8 @@ def _served(
 
     shape = DEEPSEEK_V3 if model is None else model_of(model)
     layout = values[LAYOUT]
-    return shape.with_options(
+    return replace(
+        shape,
         layouts=tuple(MLAKVCacheLayout) if layout in (None, AUTO) else (MLAKVCacheLayout(layout),),
         arrangement=choose_arrangement(values[ARRANGEMENT] or AUTO),
         page_size_tokens=arguments.page_size,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from sgl_kvpool.commands.named_model import NamedModel
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -62,10 +61,6 @@ class Served:
     def table_width(self) -> int:
         """Slots per request in SGLang's request table."""
         return self.context_tokens + _EXTRA_SLOTS + self.draft_tokens
-
-    def with_options(self, **options: Any) -> Served:
-        """The same model with other options."""
-        return replace(self, **options)
 
 
 #: Default model.

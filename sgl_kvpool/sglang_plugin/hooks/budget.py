@@ -75,7 +75,7 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
 
     view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
     ours = has_host_tier(view) and options.serves(layout, requested_arrangement(kvc), view.device)
-    if not ours or view.device == "cpu" or not options.may_stage:
+    if not ours or view.device == "cpu" or options.engine not in ("auto", "staged"):
         return 0
     hybrid, stage = kvc.mambaish_config, kvc.layer_info
     layers, states = stage.num_effective_layers, 0
@@ -110,11 +110,14 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
         from sgl_kvpool.attention.cpu import RowReader
 
         return RowReader.workspace_bytes(fmt)
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
     from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
 
+    most_queries = max_speculative_num_draft_tokens() or 1
     decode = decode_workspace_bytes(
-        fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device
+        fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, most_queries, view.device
     )
     # Target and draft share both workspaces.
     return extend_workspace_bytes(fmt) + decode
@@ -140,10 +143,3 @@ def _heads(kvc: Any) -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return kvc.model_config.num_attention_heads // get_parallel().attn_tp_size
-
-
-def _most_queries() -> int:
-    """Most queries of a request in a batch other than prefill."""
-    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
-
-    return max_speculative_num_draft_tokens() or 1

@@ -201,12 +201,6 @@ def _check_folders(storage_backend: str, configuration: Any) -> None:
 # -------------------------------------------------------------------- before anything is queued
 
 
-def _moved_by_us(host_pool: Any) -> bool:
-    from sgl_kvpool.srt.host.transfer_mixin import TransferMixin
-
-    return isinstance(host_pool, TransferMixin)
-
-
 @around(f"{_HYBRID_CONTROLLER}.load", "host tier")
 def _load(
     original,
@@ -277,7 +271,9 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
 @around(f"{_HYBRID_CONTROLLER}._move_pool_indices", "host tier")
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
     """Put slot lists on the devices that our engines need; SGLang's backends need both on one device."""
-    if not _moved_by_us(host_pool):
+    from sgl_kvpool.srt.host.transfer_mixin import TransferMixin
+
+    if not isinstance(host_pool, TransferMixin):
         return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
     return host_pool.indices_for_transfer(host_indices, device_indices)
 

@@ -36,6 +36,8 @@ def run(scheduler: Any) -> None:
     The scheduler is at the end of its constructor: CUDA graphs are captured, and no request has arrived.
     Refusal if a check found a difference, or could not be run.
     """
+    import torch
+
     runner = scheduler.tp_worker.model_runner
     why = _why_due(str(runner.device))
     if why is None:
@@ -58,16 +60,10 @@ def run(scheduler: Any) -> None:
                 problem = _refusal(error, why, _WITHOUT_TIER)
     if problem is not None:
         raise problem
-    _synchronize(str(runner.device))
+    # Nothing orders the streams of the event loop after that of the checks.
+    torch.get_device_module(runner.device).synchronize()
     seconds = time.monotonic() - began
     logger.info("sgl-kvpool: self-check passed in %.2f s (%s): %s", seconds, why, ", ".join(found))
-
-
-def _synchronize(device: str) -> None:
-    """Wait for the device: nothing orders the streams of the event loop after that of the checks."""
-    import torch
-
-    torch.get_device_module(device).synchronize()
 
 
 def _why_due(device: str) -> str | None:

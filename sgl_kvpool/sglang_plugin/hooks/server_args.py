@@ -167,24 +167,16 @@ def _engine_server_args(previous):
 # -------------------------------------------------------------------- resolution steps
 
 
-def _before(rule):
-    """Wrap one step of SGLang's argument resolution: our rule first, then SGLang's step."""
+def _step(rule, *, first=True):
+    """Wrap one step of SGLang's argument resolution: our rule before SGLang's step, or after it."""
 
     def step(server_args, previous):
+        if not first:
+            previous(server_args)
         with _without_traceback(server_args):
             rule(server_args)
-        previous(server_args)
-
-    return step
-
-
-def _after(rule):
-    """Wrap one step of SGLang's argument resolution: SGLang's step first, then our rule."""
-
-    def step(server_args, previous):
-        previous(server_args)
-        with _without_traceback(server_args):
-            rule(server_args)
+        if first:
+            previous(server_args)
 
     return step
 
@@ -308,10 +300,10 @@ def _finish(server_args):
 
 #: Step of SGLang's argument resolution -> function that wraps it, in SGLang's order.
 STEPS: Mapping[str, Callable] = {
-    "handle_deprecated_dp_attention": _before(_decide),
-    "handle_model_specific_adjustments": _before(_check_model),
-    "handle_attention_backend_compatibility": _before(_choose_backend),
-    "validate_deepep_v2_dispatch_token_budget": _after(_finish),
+    "handle_deprecated_dp_attention": _step(_decide),
+    "handle_model_specific_adjustments": _step(_check_model),
+    "handle_attention_backend_compatibility": _step(_choose_backend),
+    "validate_deepep_v2_dispatch_token_budget": _step(_finish, first=False),
 }
 
 uses(f"{_ARG_GROUPS}.resolution_hooks._OVERRIDABLE_HOOKS", "arguments", members=STEPS)

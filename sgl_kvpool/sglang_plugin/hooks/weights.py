@@ -15,7 +15,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
@@ -203,27 +202,19 @@ def _version() -> str:
 # -------------------------------------------------------------------- k_scales
 
 
-@dataclass
-class _Followed:
-    """A pool, and a function that collects and checks the k_scales of its model."""
-
-    pool: RowPool
-    collect: Callable[[], Mapping[int, float]]
-
-
-#: The pools of this process, target first.
-_followed: list[_Followed] = []
+#: The pools of this process, target first, each with the function that collects and checks its k_scales.
+_followed: list[tuple[RowPool, Callable[[], Mapping[int, float]]]] = []
 
 
 def follow_k_scales(pool: RowPool, collect: Callable[[], Mapping[int, float]]) -> None:
     """Let a pool take the k_scales that `collect` finds in the model after an update."""
-    _followed.append(_Followed(pool, collect))
+    _followed.append((pool, collect))
 
 
 def _k_scales_digest() -> str:
     from sgl_kvpool.srt.pool.row_pool import k_scales_digest
 
-    return k_scales_digest([one.pool.row_pool for one in _followed])
+    return k_scales_digest([pool.row_pool for pool, _ in _followed])
 
 
 def _take_k_scales(scheduler: Any) -> None:
@@ -231,19 +222,19 @@ def _take_k_scales(scheduler: Any) -> None:
 
     The weights are other ones already, so the update cannot be refused.
     """
-    for one in _followed:
-        new = one.collect()  # a model's loader sets k_scales, and never removes them
-        layer = next((x for x in sorted(new) if new[x] != one.pool.k_scale(x)), None)
+    for pool, collect in _followed:
+        new = collect()  # a model's loader sets k_scales, and never removes them
+        layer = next((x for x in sorted(new) if new[x] != pool.k_scale(x)), None)
         if layer is None:
             continue
-        kept = _kept_in(scheduler, one.pool)
+        kept = _kept_in(scheduler, pool)
         if kept is not None:
             raise RuntimeError(
                 f"an update of weights has changed k_scale of layer {layer} from "
-                f"{one.pool.k_scale(layer)} to {new[layer]}, and {kept}; "
+                f"{pool.k_scale(layer)} to {new[layer]}, and {kept}; "
                 "start the server with the new weights"
             )
-        one.pool.take_k_scales(new)
+        pool.take_k_scales(new)
 
 
 def _kept_in(scheduler: Any, pool: RowPool) -> str | None:

@@ -56,11 +56,16 @@ class TierBytes:
         host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
         layers = sum(pool.layer_num for pool in pools)
         page = HostPageFormat.of_rows(layers * rows.page_size * host_row, rows.page_size)
-        tokens = capacity(rows)
+        tokens, state_bytes = capacity(rows), 0
+        if states is not None:
+            from sgl_kvpool.srt.host.states import StateView
+
+            slot = HostPageFormat.of_states(StateView.of((states, *state_drafts)).group.bytes_per_page)
+            state_bytes = capacity(states) * slot.size_bytes
         return cls(
             rows=tokens * page.bytes_per_token(rows.page_size),
             index_keys=tokens * sum(map(bytes_beside_rows, declared)),
-            states=0 if states is None else _state_bytes(states, state_drafts),
+            states=state_bytes,
             own_drafts=tokens * sum(map(own_draft_bytes, own_drafts)),
             host_tokens_per_token=rows.row_format.row_bytes / host_row,
         )
@@ -102,14 +107,6 @@ def bytes_beside_rows(decls: Sequence[Any]) -> int:
 def capacity(pool: Any) -> int:
     """Tokens or state slots of a pool, as SGLang counts them for a host tier."""
     return pool.size if pool.host_capacity_tokens is None else pool.host_capacity_tokens
-
-
-def _state_bytes(states: Any, drafts: Sequence[Any]) -> int:
-    from sgl_kvpool.srt.host.page_format import HostPageFormat
-    from sgl_kvpool.srt.host.states import StateView
-
-    view = StateView.of((states, *drafts))
-    return capacity(states) * HostPageFormat.of_states(view.group.bytes_per_page).size_bytes
 
 
 def has_our_tier(pool: Any) -> bool:

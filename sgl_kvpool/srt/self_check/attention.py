@@ -189,16 +189,11 @@ def _compare(found: torch.Tensor, requests: _Requests, pool: Any, layer_id: int,
     excess = error - relative * expected.abs()
     # The comparison is false for NaN, so a NaN is a difference.
     if not bool((excess <= absolute).all()):
-        request, head, value = _index_of_largest(excess.nan_to_num(nan=torch.inf))
-        place = (request, head, value)
+        largest = excess.nan_to_num(nan=torch.inf).argmax()
+        request, head, value = place = tuple(map(int, torch.unravel_index(largest, excess.shape)))
         raise Difference(
             f"attention over rows of {pool.row_format.layout}, layer {layer_id}: value {value} of head "
             f"{head} for {requests.lengths[request]} tokens is {float(found[place]):.4g}, expected "
             f"{float(expected[place]):.4g} within {absolute:g} and {relative:.0%}"
         )
     return f"attention of {len(requests.lengths)} requests with a largest error of {float(error.max()):.1e}"
-
-
-def _index_of_largest(excess: torch.Tensor) -> tuple[int, ...]:
-    """Index of the largest element."""
-    return tuple(int(axis) for axis in torch.unravel_index(excess.argmax(), excess.shape))

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,4 +126,4 @@ def test_lists_are_as_long_as_sglang_makes_them():
     assert set(re.findall(r"extra_max_context_len = (\d+)", source)) == {"4"}
     assert "extra_max_context_len += get_spec().speculative_num_draft_tokens" in source
     assert DEEPSEEK_V3.table_width == DEEPSEEK_V3.context_tokens + 4
-    assert DEEPSEEK_V3.with_options(draft_tokens=5).table_width == DEEPSEEK_V3.context_tokens + 9
+    assert replace(DEEPSEEK_V3, draft_tokens=5).table_width == DEEPSEEK_V3.context_tokens + 9
