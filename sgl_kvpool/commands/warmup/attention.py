@@ -89,7 +89,7 @@ class Attention:
         from sglang.srt.layers.radix_attention import RadixAttention
 
         return RadixAttention(
-            num_heads=self.served.heads_per_rank, head_dim=head_dim, scaling=self.served.scale,
+            num_heads=self.served.heads_per_rank, head_dim=head_dim, scaling=self.served.scaling,
             num_kv_heads=key_heads, layer_id=0, v_head_dim=v_head_dim,
         )  # fmt: skip
 
@@ -106,13 +106,8 @@ class Attention:
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
         served = self.served
-        config = SimpleNamespace(
-            context_len=served.context_tokens, num_attention_heads=served.heads, scaling=served.scale,
-            kv_lora_rank=served.kv_lora_rank, qk_rope_head_dim=served.qk_rope_head_dim,
-            qk_nope_head_dim=served.qk_nope_head_dim, v_head_dim=served.v_head_dim,
-        )  # fmt: skip
         return SimpleNamespace(
-            model_config=config, device=self.device, dtype=torch.bfloat16, page_size=served.page_size_tokens,
+            model_config=served, device=self.device, dtype=torch.bfloat16, page_size=served.page_size_tokens,
             token_to_kv_pool=self.pool, model=torch.nn.ModuleList([self.layer]), is_draft_worker=False,
             req_to_token_pool=ReqToTokenPool(self.most_requests, served.table_width, self.device, False),
             kv_index_translator=None,
@@ -228,7 +223,7 @@ class SparseRows:
             q = torch.zeros((queries, heads, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
             lists = torch.zeros((queries, self.top_k), dtype=torch.int32, device=self.device)
             counts = torch.ones(queries, dtype=torch.int32, device=self.device)
-            reader.attend(q, self.rows, lists, counts, self.served.scale)
+            reader.attend(q, self.rows, lists, counts, self.served.scaling)
         for dtype in (torch.int32, torch.int64):
             decoded_rows(self.rows, torch.arange(2, dtype=dtype, device=self.device), self.fmt)
 

@@ -14,13 +14,13 @@ _EXTRA_SLOTS = 4
 
 @dataclass(frozen=True)
 class Served:
-    """A model's shape and a server's arguments.
+    """A model's shape, with SGLang's names, and a server's arguments.
 
     Attributes
     ----------
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim : int
         Sizes of the latent, of the rotary part, of the rest of a key, and of a value in the MHA form.
-    heads : int
+    num_attention_heads : int
         Query heads of the model, over all ranks.
     layers : int
         Layers with rows: in a hybrid model, those without linear attention.
@@ -35,10 +35,10 @@ class Served:
     qk_rope_head_dim: int
     qk_nope_head_dim: int
     v_head_dim: int
-    heads: int
+    num_attention_heads: int
+    context_len: int
+    scaling: float
     layers: int
-    context_tokens: int
-    scale: float
     top_k: int | None = None
     layouts: tuple[MLAKVCacheLayout, ...] = tuple(MLAKVCacheLayout)
     arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
@@ -47,20 +47,20 @@ class Served:
     draft_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.heads % self.tensor_parallel:
+        if self.num_attention_heads % self.tensor_parallel:
             raise ValueError(
-                f"--tp {self.tensor_parallel} does not divide the {self.heads} heads of {self.name}; give "
-                "--tp a divisor of them"
+                f"--tp {self.tensor_parallel} does not divide the {self.num_attention_heads} heads of "
+                f"{self.name}; give --tp a divisor of them"
             )
 
     @property
     def heads_per_rank(self) -> int:
-        return self.heads // self.tensor_parallel
+        return self.num_attention_heads // self.tensor_parallel
 
     @property
     def table_width(self) -> int:
         """Slots per request in SGLang's request table."""
-        return self.context_tokens + _EXTRA_SLOTS + self.draft_tokens
+        return self.context_len + _EXTRA_SLOTS + self.draft_tokens
 
 
 #: Default model.
@@ -70,10 +70,10 @@ DEEPSEEK_V3 = Served(
     qk_rope_head_dim=64,
     qk_nope_head_dim=128,
     v_head_dim=128,
-    heads=128,
+    num_attention_heads=128,
+    context_len=163840,
+    scaling=192**-0.5,
     layers=61,
-    context_tokens=163840,
-    scale=192**-0.5,
 )
 
 
@@ -95,15 +95,10 @@ def model_of(model: NamedModel) -> Served:
         config = ModelConfig(path)
     models.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
+    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_attention_heads")
     return Served(
         name=models.model_name(config),
-        kv_lora_rank=config.kv_lora_rank,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        v_head_dim=config.v_head_dim,
-        heads=config.num_attention_heads,
+        **{name: getattr(config, name) for name in (*sizes, "context_len", "scaling")},
         layers=config.num_hidden_layers if with_rows is None else len(with_rows),
-        context_tokens=config.context_len,
-        scale=config.scaling,
         top_k=get_dsa_index_topk(config.hf_config) if models.is_dsa(config) else None,
     )

@@ -100,7 +100,7 @@ def steps_of(options):
 
     layout = MLAKVCacheLayout(options.pop("layout"))
     options["arrangement"] = KVArrangement(options.pop("arrangement", "layer_major"))
-    served = Served(name="a test", scale=0.1, layouts=(layout,), **options)
+    served = Served(name="a test", scaling=0.1, layouts=(layout,), **options)
     attention.publish(served, "cpu")
     found = {}
     for step in steps.steps_of_model(served, "cpu"):

@@ -13,8 +13,8 @@ import pytest
 
 PROGRAM = Path(__file__).resolve().parent / "launches.py"
 SHAPE = {
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 96, "heads": 8,
-    "layers": 3, "context_tokens": 4096, "page_size_tokens": 16, "tensor_parallel": 2,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 96,
+    "num_attention_heads": 8, "layers": 3, "context_len": 4096, "page_size_tokens": 16, "tensor_parallel": 2,
 }  # fmt: skip
 CASES = {
     "fp4 by pages, with drafts": {"layout": "fp4", "arrangement": "page_major", "draft_tokens": 3},
@@ -125,5 +125,5 @@ def test_lists_are_as_long_as_sglang_makes_them():
     source = inspect.getsource(kv_cache_configurator)
     assert set(re.findall(r"extra_max_context_len = (\d+)", source)) == {"4"}
     assert "extra_max_context_len += get_spec().speculative_num_draft_tokens" in source
-    assert DEEPSEEK_V3.table_width == DEEPSEEK_V3.context_tokens + 4
-    assert replace(DEEPSEEK_V3, draft_tokens=5).table_width == DEEPSEEK_V3.context_tokens + 9
+    assert DEEPSEEK_V3.table_width == DEEPSEEK_V3.context_len + 4
+    assert replace(DEEPSEEK_V3, draft_tokens=5).table_width == DEEPSEEK_V3.context_len + 9
