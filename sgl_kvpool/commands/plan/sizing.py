@@ -16,22 +16,10 @@ from typing import Any
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
 from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE
 from sgl_kvpool.commands.named_model import weights_gib
-from sgl_kvpool.commands.plan.plannable import (
-    check_drafts,
-    check_geometry,
-    check_heads,
-    check_plannable,
-    check_weights,
-)
+from sgl_kvpool.commands.plan import plannable
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import models
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
-from sgl_kvpool.sglang_plugin.models import (
-    has_own_draft,
-    is_dsa,
-    layers_with_rows,
-    model_name,
-    row_format_of,
-)
 from sgl_kvpool.transfer.host_options import NODE
 
 _GIB = 1 << 30
@@ -90,9 +78,9 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     view = resolving_view(server_args)
     model_config = model_config_of(server_args)
-    check_plannable(server_args, view, model_config)
-    check_geometry(model_config, Path(model_path))
-    check_heads(model_config)
+    plannable.check_plannable(server_args, view, model_config)
+    plannable.check_geometry(model_config, Path(model_path))
+    plannable.check_heads(model_config)
     layout = layout_of(server_args)
     # The resolved `dp_size` counts replicas. Groups of DP attention, which share the `tp_size` ranks, are in
     # `attn_dp_size`.
@@ -102,12 +90,13 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     stages.sort(key=lambda stage: _pool_configurator(stage)._cell_size, reverse=True)
     configurator = stages[0]
     caches = configurator.attn_dp_size * view.dp_size
-    check_drafts(view, configurator)
+    plannable.check_drafts(view, configurator)
     draft_gib = None
-    if has_own_draft(view) and not machine.drafts_included:  # SGLang loads it before it sizes the cache
+    # SGLang loads a draft's weights before it sizes the cache.
+    if models.has_own_draft(view) and not machine.drafts_included:
         draft_gib = weights_gib(Path(view.speculative_draft_model_path)) or 0.0
     all_weights_gib = machine.weights_gib + (draft_gib or 0.0)
-    check_weights(all_weights_gib, machine, view, model_config)
+    plannable.check_weights(all_weights_gib, machine, view, model_config)
     config, available_bytes = _sized(stages, machine, all_weights_gib / (view.tp_size * view.pp_size))
     sizes = _pool_configurator(configurator)
     states = configurator.mambaish_config
@@ -135,7 +124,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
         # Weights of a separate draft model that `weights_gib` does not include; 0 if unknown.
         "draft_weights_gib": draft_gib,
         "ranks_per_node": ranks * view.pp_size // view.nnodes,
-        "attention": _attention(layout, view, is_dsa=is_dsa(model_config)),
+        "attention": _attention(layout, view, sparse=models.is_dsa(model_config)),
         "host": tier,
         "model": _facts(model_config, stages),
     }
@@ -259,7 +248,7 @@ def _slot_bytes(configurator: Any) -> int:
 
 def _target_layers(configurator: Any) -> int:
     """Number of layers with rows in this stage of the target."""
-    with_rows, info = layers_with_rows(configurator.model_config), configurator.layer_info
+    with_rows, info = models.layers_with_rows(configurator.model_config), configurator.layer_info
     if with_rows is None:
         return info.num_effective_layers
     return sum(info.start_layer <= layer < info.end_layer for layer in with_rows)
@@ -272,9 +261,10 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
 
     model_config, states_bytes = configurator.model_config, _slot_bytes(configurator)
     host_layout = host_tier_of(configurator.server_args).host_layout(layout)
-    device_row, host_row = (row_format_of(model_config, each).row_bytes for each in (layout, host_layout))
+    both = layout, host_layout
+    device_row, host_row = (models.row_format_of(model_config, each).row_bytes for each in both)
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
-    on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in (layout, host_layout))
+    on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in both)
     return {
         "token_bytes": HostPageFormat.of_rows(rows * page_size * host_row, page_size).bytes_per_token(
             page_size
@@ -302,10 +292,10 @@ def _sharing_ranks(server_args: Any) -> int:
 
 def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
     """Properties of the model, for the report."""
-    with_rows = layers_with_rows(model_config)
+    with_rows = models.layers_with_rows(model_config)
     return {
-        "name": model_name(model_config),
-        "kind": "sparse" if is_dsa(model_config) else "dense",
+        "name": models.model_name(model_config),
+        "kind": "sparse" if models.is_dsa(model_config) else "dense",
         "linear_layers": 0 if with_rows is None else model_config.num_hidden_layers - len(with_rows),
         "layers_with_rows": sum(map(_target_layers, stages)) + packed_layers(stages[0]),
         "kv_lora_rank": model_config.kv_lora_rank,
@@ -314,28 +304,28 @@ def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
     }
 
 
-def _attention(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) -> dict[str, str]:
+def _attention(layout: MLAKVCacheLayout | None, view: Any, *, sparse: bool) -> dict[str, str]:
     """Prefill and decode backends of a layout, or of SGLang's own pool (None), and the reason for them."""
     from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
     from sgl_kvpool.sglang_plugin.rules.dsa import table_names
 
-    if not is_dsa:
+    if not sparse:
         prefill, decode = (name or "SGLang's choice at start" for name in backends_in_use(view))
-        why = _why(layout, KVPOOL_BACKEND in (prefill, decode), is_dsa)
+        why = _why(layout, KVPOOL_BACKEND in (prefill, decode), sparse)
         return {"prefill": prefill, "decode": decode, "why": why}
     pair = view.dsa_prefill_backend, view.dsa_decode_backend
     if layout is not None:
         pair = table_names(layout, *pair)
     prefill, decode = (f"{DSA_BACKEND}/{name}" for name in pair)
-    return {"prefill": prefill, "decode": decode, "why": _why(layout, pair[1] == KVPOOL_DECODE, is_dsa)}
+    return {"prefill": prefill, "decode": decode, "why": _why(layout, pair[1] == KVPOOL_DECODE, sparse)}
 
 
-def _why(layout: MLAKVCacheLayout | None, is_ours: bool, is_dsa: bool) -> str:
+def _why(layout: MLAKVCacheLayout | None, is_ours: bool, sparse: bool) -> str:
     if layout is None:
         return "SGLang's choice"
     if not is_ours:
         return f"SGLang's choice, which reads {layout} rows as they are stored"
-    if is_dsa:
+    if sparse:
         return (
             f"decode by {KVPOOL_DECODE}, because no kernel of SGLang's reads {layout} rows; prefill attends "
             "decoded rows"

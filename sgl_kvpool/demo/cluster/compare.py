@@ -11,23 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.demo import shipped
+from sgl_kvpool.demo.cluster import servers
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.servers import (
-    CACHED_PAGES,
-    PAGE_SIZE,
-    POOL_TOKENS,
-    PROMPT_TOKENS,
-    ask,
-    decode_arguments,
-    metric_sum,
-    peer_environment,
-    prefill_arguments,
-    prompts,
-    router,
-    small_server,
-    store_arguments,
-    until,
-)
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, running
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -87,10 +72,11 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     folder = folder / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RESULTS).unlink(missing_ok=True)
-    texts = prompts(_PROMPTS)
+    texts = servers.prompts(_PROMPTS)
     print(
         f"model: {model}\n"
-        f"{_PROMPTS} prompts of {PROMPT_TOKENS} bytes, pages of {PAGE_SIZE}; device: cpu, loopback only",
+        f"{_PROMPTS} prompts of {servers.PROMPT_TOKENS} bytes, pages of {servers.PAGE_SIZE}; "
+        "device: cpu, loopback only",
         flush=True,
     )
     results: list[ClusterResult] = []
@@ -121,25 +107,30 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
 def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, folder: Path) -> ClusterResult:
     """Send the same requests to the cluster of a layout and to one server."""
     bootstrap_port = free_port()
-    prefill = small_server(
+    prefill = servers.small_server(
         layout.value,
-        [*prefill_arguments("mooncake_tcp", bootstrap_port), *store_arguments("mooncake")],
+        [*servers.prefill_arguments("mooncake_tcp", bootstrap_port), *servers.store_arguments("mooncake")],
         folder / f"prefill-{layout}.log",
-        {**peer_environment(), **store.environment},
+        {**servers.peer_environment(), **store.environment},
     )
-    decode = small_server(
-        layout.value, decode_arguments("mooncake_tcp"), folder / f"decode-{layout}.log", peer_environment()
+    decode = servers.small_server(
+        layout.value,
+        servers.decode_arguments("mooncake_tcp"),
+        folder / f"decode-{layout}.log",
+        servers.peer_environment(),
     )
-    front = router(folder / f"router-{layout}.log", prefill=[(prefill, bootstrap_port)], decode=[decode])
+    front = servers.router(
+        folder / f"router-{layout}.log", prefill=[(prefill, bootstrap_port)], decode=[decode]
+    )
     _say("starting a prefill and a decode server ...")
     with running(prefill, decode), front:
         # SGLang's client has already stored an entry of its own.
         keys, stored_bytes = len(store.page_keys()), store.stored_bytes()
         _say(" asking")
         answers = [_answer_of(front, text) for text in texts]
-        pages = len(texts) * CACHED_PAGES
-        until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
-        transferred_bytes = metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
+        pages = len(texts) * servers.CACHED_PAGES
+        servers.until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
+        transferred_bytes = servers.metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
         # The last prompt is on the device, the first prompt in the host tier only. After the flush, the
         # second prompt is in the store only.
@@ -148,15 +139,17 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
         answers.append(_answer_of(front, texts[1]))
     _say(" one server ...")
     # All prompts fit into its pool, so all hits are on the device.
-    with small_server(layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * POOL_TOKENS) as one:
-        expected = [ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
+    with servers.small_server(
+        layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * servers.POOL_TOKENS
+    ) as one:
+        expected = [servers.ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
     same = [[(a["ids"], a["logprobs"]) for a in some] for some in (answers, expected)]
     _say(" done\n")
     return ClusterResult(
         layout=layout.value,
-        transferred_page_bytes=transferred_bytes / (len(texts) * (CACHED_PAGES + 1)),
+        transferred_page_bytes=transferred_bytes / (len(texts) * (servers.CACHED_PAGES + 1)),
         stored_page_bytes=stored_bytes / pages,
-        prompt_tokens=PROMPT_TOKENS,
+        prompt_tokens=servers.PROMPT_TOKENS,
         found={
             place: (answer["details"] or {}).get(place, 0)
             for place, answer in zip(("device", "host", "storage"), answers[-3:], strict=True)
@@ -167,7 +160,7 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
 
 
 def _answer_of(front: LocalServer, text: str) -> dict:
-    answer = ask(front, text)
+    answer = servers.ask(front, text)
     _say(".")
     return answer
 
@@ -177,8 +170,9 @@ def _say(text: str) -> None:
 
 
 def _table(results: Sequence[ClusterResult]) -> str:
+    prompt = servers.PROMPT_TOKENS
     lines = [
-        f"{'layout':16} {'bytes per page':^25} {f'of {PROMPT_TOKENS} tokens found':^27} {'answers':>14}",
+        f"{'layout':16} {'bytes per page':^25} {f'of {prompt} tokens found':^27} {'answers':>14}",
         f"{'':16} {'sent to':>12} {'kept in':>12} {'on the':>8} {'in host':>8} {'in the':>9} {'beside':>14}",
         f"{'':16} {'decode':>12} {'the store':>12} {'device':>8} {'memory':>8} {'store':>9} "
         f"{'one server':>14}",
