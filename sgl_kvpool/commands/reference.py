@@ -84,7 +84,7 @@ def _features() -> _Rows:
         (features.READER_FEATURES, "sparse attention with `fp4`, `fp4_fp8_rope`"),
     ):
         for one in group:
-            where = scope if one.arrangements is None else "with `token_major`, `page_major`"
+            where = scope if not one.in_shared_buffers else "with `token_major`, `page_major`"
             devices = f" on {', '.join(one.devices)}" if one.devices else ""
             yield f"{_code(one.flag)} {one.values}".strip(), where + devices, one.reason
     for name, reason in UNSHOWN_ALGORITHMS.items():

@@ -10,17 +10,7 @@ from sgl_kvpool.commands.named_model import NamedModel, find_model
 from sgl_kvpool.commands.waiting import no_gpu, progress
 from sgl_kvpool.commands.warmup.steps import VARIABLES
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.options import (
-    ARRANGEMENT,
-    AUTO,
-    HOST_ENGINE,
-    HOST_LAYOUT,
-    HOST_SHARING,
-    LAYOUT,
-    OPTIONS,
-    Option,
-    choose_arrangement,
-)
+from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.transfer.host_options import CPU_ENGINE
 
 if TYPE_CHECKING:
@@ -45,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint's folder, a config.json alone, or owner/name (DeepSeek-V3's shape)",
     )
     helps = {
-        LAYOUT: "only this layout (all)",
-        ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
-        HOST_LAYOUT: "no effect: engines include all layouts; accepted because servers have it",
-        HOST_ENGINE: "no effect: engines are compiled together; accepted because servers have it",
-        HOST_SHARING: "no effect; accepted because servers have it",
+        options.LAYOUT: "only this layout (all)",
+        options.ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
+        options.HOST_LAYOUT: "no effect: engines include all layouts; accepted because servers have it",
+        options.HOST_ENGINE: "no effect: engines are compiled together; accepted because servers have it",
+        options.HOST_SHARING: "no effect; accepted because servers have it",
     }
-    for option in OPTIONS:
-        choices = option.values if option is LAYOUT else option.choices
+    for option in options.OPTIONS:
+        choices = option.values if option is options.LAYOUT else option.choices
         parser.add_argument(
             option.flag, dest=option.name, choices=choices, help=f"{helps[option]}. Also {option.env}"
         )
@@ -70,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compile and report; returns 1 if a step failed."""
     model = None if arguments.model is None else find_model(arguments.model)
-    values = {option: getattr(arguments, option.name) or option.from_env() for option in OPTIONS}
+    values = {option: getattr(arguments, option.name) or option.from_env() for option in options.OPTIONS}
     problem = no_gpu() if arguments.device != "cpu" else None
     if arguments.device == "cuda" and problem is not None:
         raise ValueError(f"--device cuda: {problem}, and compiled code depends on the GPU")
@@ -81,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if problem is None and torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
-    engine = values[HOST_ENGINE]
-    if engine not in (None, HOST_ENGINE.default) and (engine == CPU_ENGINE) != (device == "cpu"):
+    engine = values[options.HOST_ENGINE]
+    if engine not in (None, options.HOST_ENGINE.default) and (engine == CPU_ENGINE) != (device == "cpu"):
         raise ValueError(
-            f"{HOST_ENGINE.flag} {engine} is not an engine of a server on {device}; leave it out"
+            f"{options.HOST_ENGINE.flag} {engine} is not an engine of a server on {device}; leave it out"
         )
 
     from sgl_kvpool.commands.warmup.steps import carry_out, steps_on_cpu, steps_on_cuda
@@ -101,17 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(
-    model: NamedModel | None, arguments: argparse.Namespace, values: dict[Option, str | None]
+    model: NamedModel | None, arguments: argparse.Namespace, values: dict[options.Option, str | None]
 ) -> Served:
     """A model's shape, with a server's arguments."""
     from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
 
     shape = DEEPSEEK_V3 if model is None else model_of(model)
-    layout = values[LAYOUT]
+    layout = values[options.LAYOUT]
     return replace(
         shape,
-        layouts=tuple(MLAKVCacheLayout) if layout in (None, AUTO) else (MLAKVCacheLayout(layout),),
-        arrangement=choose_arrangement(values[ARRANGEMENT] or AUTO),
+        layouts=tuple(MLAKVCacheLayout) if layout in (None, options.AUTO) else (MLAKVCacheLayout(layout),),
+        arrangement=options.choose_arrangement(values[options.ARRANGEMENT] or options.AUTO),
         page_size_tokens=arguments.page_size,
         tensor_parallel=arguments.tp,
         draft_tokens=arguments.draft_tokens,

@@ -6,17 +6,8 @@ import sys
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_groups, hook_points, startup
+from sgl_kvpool.sglang_plugin import hook_groups, hook_points, options, startup
 from sgl_kvpool.sglang_plugin.hooks import weights
-from sgl_kvpool.sglang_plugin.options import (
-    ARRANGEMENT,
-    HOST_LAYOUT,
-    HOST_SHARING,
-    LAYOUT,
-    arrangement_of,
-    host_tier_of,
-    layout_of,
-)
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
@@ -41,7 +32,7 @@ def _hook_ray() -> None:
 )
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     """Export to the schedulers which hook groups to apply, and the file for a refusal."""
-    if layout_of(server_args) is None:
+    if options.layout_of(server_args) is None:
         with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
@@ -78,7 +69,7 @@ def _describe_when_ready(launched, server_args) -> None:
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
     """Refuse a layout if Ray launches the schedulers; `RayEngine(...)` has no argument that shows this."""
-    layout = layout_of(server_args)
+    layout = options.layout_of(server_args)
     if layout is not None:
         raise Refusal(
             f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
@@ -89,11 +80,13 @@ def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs
 
 def layout_info(server_args) -> dict[str, str]:
     """What `/server_info` says of a server's layout; empty without one."""
-    layout = layout_of(server_args)
+    layout = options.layout_of(server_args)
     if layout is None:
         return {}
-    found = {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}
+    arrangement = options.arrangement_of(server_args)
+    found = {options.LAYOUT.name: layout.value, options.ARRANGEMENT.name: arrangement.value}
     if has_host_tier(server_args):
-        tier = host_tier_of(server_args)
-        found |= {HOST_LAYOUT.name: tier.host_layout(layout).value, HOST_SHARING.name: tier.sharing}
+        tier = options.host_tier_of(server_args)
+        found[options.HOST_LAYOUT.name] = tier.host_layout(layout).value
+        found[options.HOST_SHARING.name] = tier.sharing
     return found

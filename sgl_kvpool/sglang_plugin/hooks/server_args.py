@@ -15,19 +15,8 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, print_without_traceback
-from sgl_kvpool.sglang_plugin import hook_groups, models
+from sgl_kvpool.sglang_plugin import hook_groups, models, options
 from sgl_kvpool.sglang_plugin.models import is_dsa
-from sgl_kvpool.sglang_plugin.options import (
-    AUTO,
-    HOST_SHARING,
-    LAYOUT,
-    OPTIONS,
-    arrangement_of,
-    from_command_line,
-    host_tier_of,
-    is_from_command_line,
-    layout_of,
-)
 from sgl_kvpool.sglang_plugin.registry import around, fields, installs, uses
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
@@ -59,11 +48,11 @@ def require_decided(server_args: Any) -> None:
     The hooks that call this are applied because the environment requests a layout, but no argument was
     checked, and the layout's dtype was not declared to SGLang.
     """
-    if getattr(server_args, LAYOUT.attribute, None) is None:
+    if getattr(server_args, options.LAYOUT.attribute, None) is None:
         raise RuntimeError(
-            f"{LAYOUT.env} requests a layout, but the server's arguments were resolved before "
+            f"{options.LAYOUT.env} requests a layout, but the server's arguments were resolved before "
             "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
-            f"or start the server with {LAYOUT.flag}"
+            f"or start the server with {options.LAYOUT.flag}"
         )
 
 
@@ -92,7 +81,7 @@ def _install() -> None:
 def _add_cli_args(original, parser):
     """Add our arguments, which are also keys of `--config` YAML."""
     original(parser)
-    for option in OPTIONS:
+    for option in options.OPTIONS:
         parser.add_argument(
             option.flag,
             dest=option.name,
@@ -110,9 +99,9 @@ def _from_cli_args(original, cls, args):
     SGLang drops unknown fields. Models and kernels are not imported yet.
     """
     server_args = original(cls, args)
-    from_command_line(server_args)
+    options.from_command_line(server_args)
     with _without_traceback(server_args):
-        for option in OPTIONS:
+        for option in options.OPTIONS:
             value = getattr(args, option.name, None)
             option.store(server_args, option.parse(value, f"{option.flag} "))
         argument_rules.check(server_args)
@@ -125,7 +114,7 @@ def _without_traceback(server_args: Any) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        if is_from_command_line(server_args):
+        if options.is_from_command_line(server_args):
             print_without_traceback(refusal)
         raise
 
@@ -153,7 +142,7 @@ def _engine_server_args(previous):
     """`ServerArgs(**kwargs)` that also takes our keywords."""
 
     def build(**kwargs):
-        values = {option: kwargs.pop(option.name, None) for option in OPTIONS}
+        values = {option: kwargs.pop(option.name, None) for option in options.OPTIONS}
         server_args = previous(**kwargs)
         for option, value in values.items():
             option.store(server_args, option.parse(value, f"{option.name}="))
@@ -185,7 +174,7 @@ def _decide(server_args):
     """Before SGLang's first step, check the arguments and set every option to its requested value."""
     for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
-    if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
+    if options.layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
         hook_groups.require((hook_groups.MODEL_RULES,))
 
 
@@ -196,7 +185,7 @@ def _check_model(server_args):
     kernels cannot read the rows. For other models with a host tier it declares the page size, unless the user
     sets one or the prefix cache needs pages of one token.
     """
-    layout = layout_of(server_args)
+    layout = options.layout_of(server_args)
     if layout is None:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
@@ -204,7 +193,7 @@ def _check_model(server_args):
     model_config = model_config_of(server_args)
     models.check_model(layout, model_config)
     if is_dsa(model_config):
-        declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
+        declared = dsa_rules.prepare(layout, options.arrangement_of(server_args), model_config, server_args)
     else:
         declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
         view = resolving_view(server_args)
@@ -223,7 +212,7 @@ def _choose_backend(server_args):
     The rule reads the fields of `ServerArgs`, which hold the user's values; the resolving view already holds
     SGLang's defaults for the platform.
     """
-    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
+    layout, arrangement = options.layout_of(server_args), options.arrangement_of(server_args)
     if layout is None:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
@@ -262,7 +251,7 @@ def _finish(server_args):
 
     Also choose host sharing, and hook the launcher.
     """
-    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
+    layout, arrangement = options.layout_of(server_args), options.arrangement_of(server_args)
     if layout is None and not env.flag(env.FIX_TOPK):
         return
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
@@ -277,18 +266,18 @@ def _finish(server_args):
     hook_groups.require(hook_groups.used_by(view, model_config))
     argument_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
-    requested = {option: getattr(server_args, option.attribute, None) or option.default for option in OPTIONS}
+    requested = {one: getattr(server_args, one.attribute, None) or one.default for one in options.OPTIONS}
     if not host_tier_rules.has_host_tier(view):
         host_tier_rules.check_without_tier(requested, view)
     else:
-        sharing, why = choose_sharing(requested[HOST_SHARING], model_config, view)
-        setattr(server_args, HOST_SHARING.attribute, sharing)
-        asked = requested[HOST_SHARING]
-        if sharing != asked and (asked != AUTO or view.tp_size > 1):
-            logger.info("sgl-kvpool: %s %s (%s)", HOST_SHARING.flag, sharing, why)
-        options = host_tier_of(server_args)
-        host_tier_rules.check_host_tier(layout, arrangement, options, view)
-        host_tier_rules.check_host_model(layout, arrangement, options, model_config, view)
+        sharing, why = choose_sharing(requested[options.HOST_SHARING], model_config, view)
+        setattr(server_args, options.HOST_SHARING.attribute, sharing)
+        asked = requested[options.HOST_SHARING]
+        if sharing != asked and (asked != options.AUTO or view.tp_size > 1):
+            logger.info("sgl-kvpool: %s %s (%s)", options.HOST_SHARING.flag, sharing, why)
+        tier = options.host_tier_of(server_args)
+        host_tier_rules.check_host_tier(layout, arrangement, tier, view)
+        host_tier_rules.check_host_model(layout, arrangement, tier, model_config, view)
     if sparse:
         dsa_rules.check_resolved(layout, model_config, view)
     else:

@@ -12,14 +12,7 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, shown
-from sgl_kvpool.sglang_plugin.options import (
-    ARRANGEMENT,
-    LAYOUT,
-    OPTIONS,
-    Option,
-    choose_arrangement,
-    environment_problems,
-)
+from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, LAYOUT_FEATURES, first_in_use, flag_of
@@ -88,21 +81,21 @@ fields(*(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
 fields("kv_cache_dtype", "speculative_draft_attention_backend")
 
 
-def check(server_args: Any) -> dict[Option, str]:
+def check(server_args: Any) -> dict[options.Option, str]:
     """Values of all options, also from the environment; Refusal if they cannot work with any model.
 
     The fields of `server_args` hold the user's values.
     """
-    wrong = environment_problems()
+    wrong = options.environment_problems()
     if wrong:
         raise Refusal("; ".join(wrong))
-    requested = {option: option.resolve(server_args) for option in OPTIONS}
-    if requested[LAYOUT] == LAYOUT.default:
+    requested = {option: option.resolve(server_args) for option in options.OPTIONS}
+    if requested[options.LAYOUT] == options.LAYOUT.default:
         _check_without_layout(requested, server_args)
         return requested
-    layout = MLAKVCacheLayout.parse(requested[LAYOUT])
+    layout = MLAKVCacheLayout.parse(requested[options.LAYOUT])
     _check_types(server_args)
-    check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
+    check_features(layout, options.choose_arrangement(requested[options.ARRANGEMENT]), server_args)
     _check_dtype(layout, server_args.kv_cache_dtype)
     for number in NUMBERS:
         _refuse_bad(number, server_args)
@@ -118,12 +111,15 @@ def check(server_args: Any) -> dict[Option, str]:
 
 def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
     """Refuse arguments that do not work with layout and arrangement; `view` has ServerArgs' fields."""
-    refused = [f for f in LAYOUT_FEATURES if f.arrangements is None or f.arrangements(arrangement)]
+    contiguous = arrangement.has_contiguous_layers
+    refused = [one for one in LAYOUT_FEATURES if not (one.in_shared_buffers and contiguous)]
     found = first_in_use(refused, view)
     if found is None:
         return
     feature, text = found
-    ours = f"{ARRANGEMENT.flag} {arrangement}" if feature.arrangements else f"{LAYOUT.flag} {layout}"
+    ours = f"{options.LAYOUT.flag} {layout}"
+    if feature.in_shared_buffers:
+        ours = f"{options.ARRANGEMENT.flag} {arrangement}"
     raise Refusal(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
@@ -156,8 +152,8 @@ def _check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: Any) -> None:
         f"{member}: {', '.join(member.accepted_kv_cache_dtypes)}" for member in MLAKVCacheLayout
     )
     raise Refusal(
-        f"--kv-cache-dtype {shown(kv_cache_dtype)} contradicts {LAYOUT.flag} {layout}; leave it out, or use "
-        f"what each layout accepts ({table})"
+        f"--kv-cache-dtype {shown(kv_cache_dtype)} contradicts {options.LAYOUT.flag} {layout}; leave it out, "
+        f"or use what each layout accepts ({table})"
     )
 
 
@@ -167,19 +163,19 @@ def _refuse_bad(number: Number, server_args: Any) -> None:
         raise Refusal(problem)
 
 
-def _check_without_layout(requested: dict[Option, str], server_args: Any) -> None:
+def _check_without_layout(requested: dict[options.Option, str], server_args: Any) -> None:
     for option, value in requested.items():
         if value != option.default:
             raise Refusal(
                 f"{option.flag} {value} (or {option.env}) applies to pools of sgl-kvpool, and a server "
-                f"without a layout uses SGLang's pools; leave it out, or add {LAYOUT.flag} "
+                f"without a layout uses SGLang's pools; leave it out, or add {options.LAYOUT.flag} "
                 f"{MLAKVCacheLayout.BF16}, which keeps SGLang's rows"
             )
     for field in (*BACKEND_FIELDS, "speculative_draft_attention_backend"):
         if getattr(server_args, field) == KVPOOL_BACKEND:
             raise Refusal(
-                f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "
-                f"({', '.join(LAYOUT.values)})"
+                f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {options.LAYOUT.flag} "
+                f"({', '.join(options.LAYOUT.values)})"
             )
 
 

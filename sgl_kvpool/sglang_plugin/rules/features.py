@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.sglang_plugin.registry import fields
 
 #: Fields of SGLang's ServerArgs that name an attention backend of the target.
@@ -31,8 +30,8 @@ class Feature:
         Takes the field's value; returns whether the feature is on.
     flag : str
         The flag as the user writes it; by default `flag_of` the field.
-    arrangements : callable, optional
-        Returns whether the feature is refused with an arrangement, in every layout; by default with all.
+    in_shared_buffers : bool
+        Whether it is refused only with arrangements in which rows of other layers lie between those of one.
     devices : tuple of str, optional
         Devices on which the feature is refused; by default all.
     values : str
@@ -43,7 +42,7 @@ class Feature:
     reason: str
     in_use: Callable[[Any], bool] = bool
     flag: str = ""
-    arrangements: Callable[[KVArrangement], bool] | None = None
+    in_shared_buffers: bool = False
     devices: tuple[str, ...] | None = None
     values: str = ""
 
@@ -89,10 +88,6 @@ def _context_parallel(reason: str) -> tuple[Feature, Feature]:
     return Feature("enable_prefill_cp", reason), above_one("attn_cp_size", reason)
 
 
-def _shared_buffer(arrangement: KVArrangement) -> bool:
-    return not arrangement.has_contiguous_layers
-
-
 #: Features that build another pool, read rows without knowing the layout, or start schedulers without it.
 LAYOUT_FEATURES = (
     Feature("enable_unified_memory", "it allocates a pool of its own"),
@@ -124,7 +119,7 @@ LAYOUT_FEATURES = (
         "disaggregation_mode",
         "SGLang sends a layer's pages as contiguous bytes, and here rows of other layers lie between them",
         in_use=disaggregates,
-        arrangements=_shared_buffer,
+        in_shared_buffers=True,
     ),
 )
 
