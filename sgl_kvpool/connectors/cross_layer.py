@@ -163,15 +163,14 @@ class CrossLayerGroup:
 
     def position(self, name: int | str) -> int:
         """Position of a layer; KeyError if the layer is not in this group."""
+        return self._place(name)[0]
+
+    def _place(self, name: int | str) -> tuple[int, LayerPages]:
         for members in self.layers:
             for position, layer in enumerate(members):
                 if layer is not None and layer.name == name:
-                    return position
+                    return position, layer
         raise KeyError(f"layer {name!r} is not in this group")
-
-    def _layer(self, name: int | str) -> LayerPages:
-        present = (layer for members in self.layers for layer in members if layer is not None)
-        return next(layer for layer in present if layer.name == name)
 
     # ---------------------------------------------------------------- views
 
@@ -184,8 +183,8 @@ class CrossLayerGroup:
             `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes of each]`, strided.
             View it with the layer's dtype and split its last axis; never copy it.
         """
-        view = self.tensor.select(-2, self.position(name))
-        layer = self._layer(name)
+        position, layer = self._place(name)
+        view = self.tensor.select(-2, position)
         return view[..., : layer.page_bytes] if self.chunks == 1 else view
 
     def references(self, number: int, tensor_index: int, part: str = "kv") -> tuple[LayerReference, ...]:

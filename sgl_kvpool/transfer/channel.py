@@ -192,20 +192,17 @@ def build_channels(
     Exception
         If the engine that was requested by name cannot be built.
     """
-    conversions = [
-        None
-        if device_rows == host_rows
-        else RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
-        for scales in k_scales
-    ]
     plans = []
-    for view, layers, conversion in zip(views, places, conversions, strict=True):
+    for view, layers, scales in zip(views, places, k_scales, strict=True):
         (group,) = view.groups
-        content = None if conversion is None else host_rows.tag
+        there = back = content = None
+        if device_rows != host_rows:
+            there = RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
+            back, content = there.reversed(), host_rows.tag
         host = host_view(pages, group, layers, page_size, host_rows, content)
-        there = TransferPlan(view, host, group.name, conversion)
-        back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
-        plans.append((there, back))
+        plans.append(
+            (TransferPlan(view, host, group.name, there), TransferPlan(host, view, group.name, back))
+        )
     # Padding between pages stays on the host.
     page_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
     return channels_of(plans, pages, page_bytes, request)

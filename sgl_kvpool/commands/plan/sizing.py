@@ -102,7 +102,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     states = configurator.mambaish_config
     tier = None
     if layout is not None and view.enable_hierarchical_cache:
-        tier = _host_tier(configurator, layout, view.page_size)
+        tier = _host_tier(configurator, layout, view)
     return {
         "page_size": view.page_size,
         "tokens": configurator.logical_token_capacity(max_total_num_tokens=config.max_total_num_tokens),
@@ -254,13 +254,17 @@ def _target_layers(configurator: Any) -> int:
     return sum(info.start_layer <= layer < info.end_layer for layer in with_rows)
 
 
-def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> dict[str, int]:
+def _host_tier(configurator: Any, layout: MLAKVCacheLayout, view: Any) -> dict[str, int]:
     """Host bytes: the fields of `planned.HostBytes` except the device's sizes."""
     from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.sglang_plugin.rules.host_sharing import same_rows_ranks
     from sgl_kvpool.srt.host.page_format import HostPageFormat
 
     model_config, states_bytes = configurator.model_config, _slot_bytes(configurator)
-    host_layout = host_tier_of(configurator.server_args).host_layout(layout)
+    options, page_size = host_tier_of(configurator.server_args), view.page_size
+    host_layout = options.host_layout(layout)
+    # Ranks of a node that share one copy of a host page.
+    sharing_ranks = min(same_rows_ranks(view), view.tp_size // view.nnodes) if options.sharing == NODE else 1
     both = layout, host_layout
     device_row, host_row = (models.row_format_of(model_config, each).row_bytes for each in both)
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
@@ -273,21 +277,8 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
         "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
         "draft_bytes": on_host,
         "slot_bytes": HostPageFormat.of_states(states_bytes).size_bytes if states_bytes else 0,
-        "sharing_ranks": _sharing_ranks(configurator.server_args),
+        "sharing_ranks": sharing_ranks,
     }
-
-
-def _sharing_ranks(server_args: Any) -> int:
-    """Ranks of a node that share one copy of a host page."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sgl_kvpool.sglang_plugin.options import host_tier_of
-    from sgl_kvpool.sglang_plugin.rules.host_sharing import same_rows_ranks
-
-    if host_tier_of(server_args).sharing != NODE:
-        return 1
-    view = resolving_view(server_args)
-    return min(same_rows_ranks(view), view.tp_size // view.nnodes)
 
 
 def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:

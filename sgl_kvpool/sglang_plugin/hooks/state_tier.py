@@ -149,20 +149,20 @@ def _state_tier(controller: Any) -> HierarchicalStatePoolHost | None:
     )
 
 
-def _state_transfers(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
-    """Transfers that move states of our tier."""
-    if not transfers:
-        return []
-    tier, entries = _state_tier(controller), controller.mem_pool_host.entry_map
-    return [t for t in transfers if tier is not None and entries[t.name].host_pool is tier]
+def _of_states(controller: Any, transfers: Sequence[Any] | None) -> tuple[Any, list[Any]]:
+    """Our host pool of states, if there is one, and the transfers that move its states."""
+    tier, entries = _state_tier(controller), getattr(controller.mem_pool_host, "entry_map", {})
+    if tier is None:
+        return None, []
+    return tier, [t for t in transfers or () if entries[t.name].host_pool is tier]
 
 
 def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
     """Why the states of a load cannot be loaded; None if they can, or if the load has no states."""
-    tier = _state_tier(controller)
-    for transfer in _state_transfers(controller, transfers):
+    tier, ours = _of_states(controller, transfers)
+    for transfer in ours:
         # A node's state is loaded into its own slot and into the request's: one host slot, in two transfers.
-        problem = tier.host_indices_problem(transfer.host_indices) if tier is not None else None
+        problem = tier.host_indices_problem(transfer.host_indices)
         if problem is not None:
             return f"states: {problem}"
     return None
@@ -172,13 +172,9 @@ def device_problem(controller: Any, transfers: Sequence[Any] | None) -> str | No
     """Why device slots of states are invalid or listed twice; None if they are valid or not known yet."""
     import torch
 
-    given = [
-        t.device_indices for t in _state_transfers(controller, transfers) if t.device_indices is not None
-    ]
-    tier = _state_tier(controller)
-    if not given or tier is None:
-        return None
-    problem = tier.device_indices_problem(torch.cat(given))
+    tier, ours = _of_states(controller, transfers)
+    given = [t.device_indices for t in ours if t.device_indices is not None]
+    problem = tier.device_indices_problem(torch.cat(given)) if given else None
     return None if problem is None else f"states: {problem}"
 
 
@@ -189,7 +185,7 @@ def join_states(controller: Any, operation: Any) -> None:
     """
     import torch
 
-    several = _state_transfers(controller, operation.pool_transfers)
+    _, several = _of_states(controller, operation.pool_transfers)
     if len(several) < 2:
         return
     joined = replace(

@@ -232,9 +232,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
         padded = q.shape[0]
         out = q.new_empty((padded, heads, fmt.kv_lora_rank))
-        q = q.view(padded, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
-        if q_rope is not None:
-            q_rope = q_rope.view(padded, heads, fmt.qk_rope_head_dim)
+        q, q_rope = self._by_head(q, q_rope, heads)
         tokens = batch.kv_lens.numel()
         if padded > tokens:
             # Data-parallel attention adds padding tokens to batches after planning.
@@ -243,6 +241,13 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         lists = forward_batch.req_pool_indices[: tokens // batch.queries_per_request]
         self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens])
         return out.view(padded, heads * fmt.kv_lora_rank)
+
+    def _by_head(self, q, q_rope, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if q_rope is None:
+            return q.view(len(q), heads, self.fmt.head_dim), None
+        return q.view(len(q), heads, self.fmt.kv_lora_rank), q_rope.view(
+            len(q), heads, self.fmt.qk_rope_head_dim
+        )
 
     def _attend_lists(
         self, q, q_rope, layer, batch: DecodeBatch, lists: torch.Tensor, out: torch.Tensor
@@ -284,9 +289,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if tokens != first + len(lengths) - requests:
             raise ValueError(f"{tokens} queries in a batch with {sum(lengths)} new tokens")
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
-        q = q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
-        if q_rope is not None:
-            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
+        q, q_rope = self._by_head(q, q_rope, heads)
         if tail is None:
             out = self._extended(reader, batch, q, q_rope, k, k_rope, layer, forward_batch)
             return out.view(tokens, heads * fmt.kv_lora_rank)
