@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -25,35 +24,6 @@ _PROMPTS = 4
 #: Modules of the extra `distributed`.
 _NEEDED = ("mooncake", "nixl", "sglang_router")
 _FOLDER, _RESULTS = "cluster", "cluster.json"
-
-
-@dataclass(frozen=True)
-class ClusterResult:
-    """Results of the prefill and decode servers of one layout.
-
-    Attributes
-    ----------
-    transferred_page_bytes, stored_page_bytes : float
-        Bytes of a page of 64 tokens in all layers: moved from the prefill to the decode server, and stored in
-        the store with padding and checksum.
-    found : mapping of str to int
-        Tokens of a prompt that the prefill server found, by place (device, host, storage).
-    same_answers : bool
-        Whether every answer equals that of one server that prefills and decodes, in tokens and
-        log-probabilities; answers from the host tier or the store are compared with the answer from the
-        device.
-    answers : list of dict
-        Results of `ask` for every prompt, then for the prompts on the device, in the host tier and in the
-        store.
-    """
-
-    layout: str
-    transferred_page_bytes: float
-    stored_page_bytes: float
-    prompt_tokens: int
-    found: dict[str, int]
-    same_answers: bool
-    answers: list[dict[str, Any]]
 
 
 def missing_packages() -> list[str]:
@@ -79,7 +49,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
         "device: cpu, loopback only",
         flush=True,
     )
-    results: list[ClusterResult] = []
+    results: list[dict[str, Any]] = []
     status = 0
     try:
         _say("Mooncake: master and store service")
@@ -95,17 +65,19 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
         status = 1
     if results:
         print(f"\n{_table(results)}\n")
-        text = json.dumps({"prompts": texts, "results": [asdict(result) for result in results]}, indent=1)
+        text = json.dumps({"prompts": texts, "results": results}, indent=1)
         (folder / _RESULTS).write_text(text + "\n")
         print(f"all numbers: {folder / _RESULTS}")
-    if not all(result.same_answers for result in results):
+    if not all(result["same_answers"] for result in results):
         print("failed: prefill and decode servers gave other answers than one server")
         status = 1
     return status
 
 
-def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, folder: Path) -> ClusterResult:
-    """Send the same requests to the cluster of a layout and to one server."""
+def _compare(
+    layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, folder: Path
+) -> dict[str, Any]:
+    """Send the same requests to the cluster of a layout and to one server; the result's JSON."""
     bootstrap_port = free_port()
     prefill = servers.small_server(
         layout.value,
@@ -145,18 +117,21 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
         expected = [servers.ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
     same = [[(a["ids"], a["logprobs"]) for a in some] for some in (answers, expected)]
     _say(" done\n")
-    return ClusterResult(
-        layout=layout.value,
-        transferred_page_bytes=transferred_bytes / (len(texts) * (servers.CACHED_PAGES + 1)),
-        stored_page_bytes=stored_bytes / pages,
-        prompt_tokens=servers.PROMPT_TOKENS,
-        found={
+    return {
+        "layout": layout.value,
+        # Of a page in all layers: sent from prefill to decode; in the store, with padding and checksum.
+        "transferred_page_bytes": transferred_bytes / (len(texts) * (servers.CACHED_PAGES + 1)),
+        "stored_page_bytes": stored_bytes / pages,
+        "prompt_tokens": servers.PROMPT_TOKENS,
+        # Tokens of a prompt that the prefill server found, by place.
+        "found": {
             place: (answer["details"] or {}).get(place, 0)
             for place, answer in zip(("device", "host", "storage"), answers[-3:], strict=True)
         },
-        same_answers=same[0] == same[1],
-        answers=answers,
-    )
+        # In tokens and log-probabilities.
+        "same_answers": same[0] == same[1],
+        "answers": answers,
+    }
 
 
 def _answer_of(front: LocalServer, text: str) -> dict:
@@ -169,7 +144,7 @@ def _say(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _table(results: Sequence[ClusterResult]) -> str:
+def _table(results: Sequence[dict[str, Any]]) -> str:
     prompt = servers.PROMPT_TOKENS
     lines = [
         f"{'layout':16} {'bytes per page':^25} {f'of {prompt} tokens found':^27} {'answers':>14}",
@@ -178,10 +153,10 @@ def _table(results: Sequence[ClusterResult]) -> str:
         f"{'one server':>14}",
     ]
     for result in results:
-        found = result.found
+        found, answers = result["found"], "the same" if result["same_answers"] else "OTHERS"
         lines.append(
-            f"{result.layout:16} {result.transferred_page_bytes:12.0f} {result.stored_page_bytes:12.0f} "
-            f"{found['device']:8} {found['host']:8} {found['storage']:9} "
-            f"{'the same' if result.same_answers else 'OTHERS':>14}"
+            f"{result['layout']:16} {result['transferred_page_bytes']:12.0f} "
+            f"{result['stored_page_bytes']:12.0f} {found['device']:8} {found['host']:8} "
+            f"{found['storage']:9} {answers:>14}"
         )
     return "\n".join(lines)
