@@ -6,8 +6,6 @@ before the library is loaded, because a truncated one ends the process with SIGB
 are in a name, so all installations of a user share libraries.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Environment variables of sgl-kvpool: names and parsing. No other module reads them."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterator

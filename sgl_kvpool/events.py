@@ -3,8 +3,6 @@
 `sgl_kvpool.metrics` publishes, counts and logs them; `sgl-kvpool reference` prints them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

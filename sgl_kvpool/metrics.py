@@ -5,8 +5,6 @@ scheduler counts here appears under `/metrics` of the server without further set
 scheduler calls if the server was started with `--enable-metrics`, exposes the counts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Mapping

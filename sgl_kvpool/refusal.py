@@ -1,7 +1,5 @@
 """The exception for configurations that are refused, how a command line prints it, and a check of numbers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from operator import index

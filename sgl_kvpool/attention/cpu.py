@@ -5,8 +5,6 @@ traffic are proportional to the rows in the lists, not to the pool. Long lists a
 workspace that is allocated once; the results of chunks are merged by log-sum-exp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The module is not called `mla_decode`, because the package exports the function by that name.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Argument checks of `mla_decode`. Each message names the value, the limit and what to use instead."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from dataclasses import dataclass

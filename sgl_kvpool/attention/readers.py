@@ -5,8 +5,6 @@ Sources are files of SGLang 0.5.23: `arg_groups` is in `sglang/srt`, `kernels` i
 without a folder are in `sglang/srt/layers/attention`. "ran" means that tests/engine serves it on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

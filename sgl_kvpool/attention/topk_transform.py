@@ -14,8 +14,6 @@ for `EXTEND`. This table covers all modes and follows from what each kernel read
 `IMPLEMENTATIONS`). The module uses no state, no model and no SGLang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum

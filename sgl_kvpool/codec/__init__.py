@@ -13,8 +13,6 @@ Examples
 (torch.Size([3, 416]), torch.Size([3, 576]))
 """
 
-from __future__ import annotations
-
 import torch
 
 from sgl_kvpool.codec import checks, compiled

@@ -1,7 +1,5 @@
 """Argument checks of the codec. Each message names the value, the limit and what to use instead."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

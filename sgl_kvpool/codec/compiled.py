@@ -3,8 +3,6 @@
 The bytes equal those of `reference`, the fallback without a compiler, which is several times slower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path

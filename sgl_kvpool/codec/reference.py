@@ -5,8 +5,6 @@ chunks of `_CHUNK_ROWS`, whose intermediate tensors stay in a core's cache: othe
 between input and output would go through memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

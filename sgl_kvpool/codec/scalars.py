@@ -14,8 +14,6 @@ All rounding is to nearest, ties to even. Inputs are fp32 and have been made fin
 the same bytes, so no expression here may be rewritten into one that rounds differently.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

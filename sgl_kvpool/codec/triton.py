@@ -10,8 +10,6 @@ row offsets are int64.
 ``triton_scalars.py``; this module handles rows and tokens.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Child processes that answer in JSON, line by line, whatever their imports and libraries print."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Models as users name them: a checkpoint's folder, a config.json, or a name on Hugging Face."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

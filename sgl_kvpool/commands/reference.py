@@ -1,7 +1,5 @@
 """`sgl-kvpool reference`: tables of what the code defines, as Markdown; docs/reference.md is its output."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """What warmup and doctor set up instead of a server: its arguments, and a pool."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_kvpool.attention.readers import sglang_dsa_reads

@@ -1,7 +1,5 @@
 """What a command does before and while a user waits: a quick look for a GPU, and the time on stderr."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

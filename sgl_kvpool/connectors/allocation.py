@@ -1,7 +1,5 @@
 """Allocates cross-layer buffers and recurrent states, views and copies their bytes. Needs torch only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

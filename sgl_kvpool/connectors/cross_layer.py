@@ -15,8 +15,6 @@ set with fewer layers than the longest leaves holes, which are listed and never 
 Torch is the only dependency.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any

@@ -6,8 +6,6 @@ bytes. Subclasses of this package's pools are described like the pools. Of a KV 
 to be all bytes that it reports as stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -10,8 +10,6 @@
 Importing this module does not import SGLang.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ import nothing again. This package is not imported before the fork, so that plug
 Run by its path, this file is the importing process; :class:`Forks` talks to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -3,8 +3,6 @@
 Imports neither torch nor SGLang, so that it needs little memory beside a server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

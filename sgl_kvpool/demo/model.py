@@ -1,7 +1,5 @@
 """The demo's models, with the texts that are scored. Imports neither torch nor SGLang."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ packages of the distribution. In a shell: ::
     export LD_LIBRARY_PATH=$(python -m sgl_kvpool.demo.mooncake_libraries)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

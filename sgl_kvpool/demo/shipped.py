@@ -5,8 +5,6 @@ describes the training. A wheel of the package lacks the weights, which are a di
 ``sgl-kvpool-demo-model``. Importing this module imports neither torch nor SGLang.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """NUMA nodes of the machine, and memory whose pages alternate between them. Standard library only."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

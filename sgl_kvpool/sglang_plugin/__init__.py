@@ -6,8 +6,6 @@ from the environment which hook groups its server uses, and applies them; with K
 layout, it applies the group of sparse attention.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from typing import NoReturn

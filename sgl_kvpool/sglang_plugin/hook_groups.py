@@ -5,8 +5,6 @@ SGLang, servers without the group start, and a server that uses the group is ref
 start; the error names the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@ layout. So a process with a requested layout checks its hook points before and a
 fails. :mod:`.hook_groups` lists them; `docs/reference.md` says what each hook does and why.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Kind of a server's model, the format of its rows, and models whose KV cache no layout stores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

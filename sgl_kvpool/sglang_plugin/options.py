@@ -4,8 +4,6 @@ SGLang drops unknown fields when it parses arguments, but pickles the underscore
 into every process of the server. This module imports neither SGLang nor torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@
 hook points are not declared here: imports (:mod:`.imports`), and methods with the mark `srt.overrides`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable

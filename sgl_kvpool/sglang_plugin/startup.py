@@ -5,8 +5,6 @@ is a program that called `Engine(...)`. Here, a scheduler that is refused writes
 file and exits; the launcher notices the exit and reads the file.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """One direction of transfers: the engine chosen at start, one retry with torch, and the metrics."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

@@ -1,7 +1,5 @@
 """Choice of a host tier's transfer engine, by the tier's options and rates that are measured at start."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping

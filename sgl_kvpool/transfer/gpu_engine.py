@@ -4,8 +4,6 @@ Compiled code gets a plan as the structs of csrc/staging.h, which are lists of i
 when both sides of a transfer are known, and keep the memory alive that they point to.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace

@@ -1,7 +1,5 @@
 """Options of a host tier, and the values of SGLang's options that it supports. Imports no torch or SGLang."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sgl_kvpool.layout import MLAKVCacheLayout

@@ -4,8 +4,6 @@ Whoever may read the folder reads the rows of every prompt; whoever may write in
 this server read pages of theirs. Checksums do not prevent that, because their seed can be computed.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import stat

@@ -1,7 +1,5 @@
 """`sgl-kvpool doctor`: installed packages, their compatibility, and what a server here would use."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

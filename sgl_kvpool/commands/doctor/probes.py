@@ -4,8 +4,6 @@ Probes that import SGLang, the driver's library or psutil run in a process of th
 since a broken installation may hang, end or crash the process that imports it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Self-check of every layout without a model, over small pools on this machine's device, and its rates."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -5,8 +5,6 @@ ours make the decisions of a server's start: arguments, attention, cache size. S
 SGLang's own pool configurator; `planned.py` computes sizes of a host tier.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

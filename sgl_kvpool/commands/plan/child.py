@@ -5,8 +5,6 @@ global to a process. Input: one JSON object, with `machine` and `servers`. Outpu
 in order; an unreadable model ends the output, since the other servers would fail too.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

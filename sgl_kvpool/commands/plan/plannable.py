@@ -1,7 +1,5 @@
 """Servers that cannot start, or that `plan` cannot size, although SGLang accepts their arguments."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

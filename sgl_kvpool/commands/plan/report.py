@@ -1,7 +1,5 @@
 """A plan as text for a terminal, and as an image."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each server is sized in its own process, because SGLang's arguments and configuration are global.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The pool, the request table and the backend are those of a server, so that the s
 the same constants compiled into them. Values are zeros, and results are ignored.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any

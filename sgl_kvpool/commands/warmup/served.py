@@ -1,7 +1,5 @@
 """A server's model and arguments, as far as compiled code depends on them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sgl_kvpool.commands.named_model import NamedModel

@@ -1,7 +1,5 @@
 """Compilation steps of a server, in sequence, after failures too, and the cache folders of their results."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """`sgl-kvpool demo --cluster`: a store, prefill and decode servers and a router, for some layouts in turn."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Servers of the byte model and their peers, their prompts and requests. Imports neither torch nor SGLang."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence

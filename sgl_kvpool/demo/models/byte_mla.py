@@ -6,8 +6,6 @@ whose fused operators need a GPU or AMX. The arithmetic is that of :mod:`sgl_kvp
 attention is SGLang's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

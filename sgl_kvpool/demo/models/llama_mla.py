@@ -7,8 +7,6 @@ output is read from the place of its value head. The rest is transformers' own L
 SGLang treats ``DeepseekV3ForCausalLM`` as MLA, like ``DeepseekV2ForCausalLM``, which `byte_mla` replaces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

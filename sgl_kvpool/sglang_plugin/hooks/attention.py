@@ -4,8 +4,6 @@ SGLang's models select code by a backend's name. SGLang treats a name that is mi
 `triton`: it concatenates q and k for every layer and does not use chunked prefixes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_kvpool import env

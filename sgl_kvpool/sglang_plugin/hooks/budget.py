@@ -1,7 +1,5 @@
 """Hooks of the memory budget: bytes of our rows, and of what is allocated besides the pool."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ that string, for example `bfloat16+kvpool:fp4-r512-p64-b416-v1`. A decode server
 the string too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakSet
 

@@ -1,7 +1,5 @@
 """Draft models: their attention backends, and the bytes of their pools for the target's budget."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The hooks of methods are on the class, so that they reach target, drafts and the
 hooks are installed for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 and no layout.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

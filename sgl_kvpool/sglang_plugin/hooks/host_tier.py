@@ -1,7 +1,5 @@
 """Hooks of a scheduler with `--enable-hierarchical-cache`: our host pool, and transfers that may fail."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Hooks of the process that launches a server with a layout: its schedulers' hook groups, its server info."""
 
-from __future__ import annotations
-
 import sys
 
 from sgl_kvpool import env

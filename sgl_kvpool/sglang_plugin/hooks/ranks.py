@@ -5,8 +5,6 @@ digest in the all-reduce that SGLang's tree runs in every step, where SGLang com
 backups are submitted after that all-reduce; SGLang submits them before it, and after a batch.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The self-check of a scheduler that is about to serve: its pools, its attention backend, its host tier."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Values travel as strings in underscore attributes of SGLang's `ServerArgs`
 (:mod:`sgl_kvpool.sglang_plugin.options`). Decisions are declared in SGLang's own resolution steps.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -14,8 +14,6 @@ among the files) holds up all later ones: prompts are answered, and no page is f
 take too long are counted while they last, since they may never return.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Also, the events of a host tier go on while a server is paused.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 from weakref import WeakKeyDictionary

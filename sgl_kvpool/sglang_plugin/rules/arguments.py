@@ -1,7 +1,5 @@
 """Checks of the arguments by themselves, whatever the model."""
 
-from __future__ import annotations
-
 import typing
 from dataclasses import dataclass
 from math import inf

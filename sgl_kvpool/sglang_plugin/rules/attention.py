@@ -3,8 +3,6 @@
 Each refusal is an error at start that names the value, the reason and what to use instead.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_kvpool import env

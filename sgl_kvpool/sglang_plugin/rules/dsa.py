@@ -5,8 +5,6 @@ SGLang has one attention backend for such models and, in it, implementations for
 module declares those that the user left open, if SGLang would choose wrongly; afterwards it checks the pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

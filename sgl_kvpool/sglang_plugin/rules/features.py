@@ -1,7 +1,5 @@
 """Features of SGLang that are refused with a layout, an arrangement or an attention backend, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

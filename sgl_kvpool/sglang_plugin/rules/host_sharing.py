@@ -1,7 +1,5 @@
 """When the ranks of a machine may share one host tier, and what `--kv-host-sharing auto` chooses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_kvpool.refusal import Refusal

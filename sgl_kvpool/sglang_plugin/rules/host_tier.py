@@ -3,8 +3,6 @@
 Each refusal is an error at server start that names the value, the reason and what to use instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The MHA form of MLA on CUDA: FlashInfer's kernels, planned on the host, with a natural log-sum-exp."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

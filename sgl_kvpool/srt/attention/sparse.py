@@ -5,8 +5,6 @@ gather and decode the rows of their requests once per layer, for SGLang's kernel
 does not import SGLang; `sgl_kvpool.sglang_plugin.hooks.dsa` calls it where SGLang reads rows.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

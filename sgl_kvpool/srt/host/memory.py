@@ -1,7 +1,5 @@
 """Memory of a host tier: pinning in chunks so that the log shows progress, and the error for too little."""
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

@@ -14,8 +14,6 @@ because SGLang's controller, side pools and stores read it. Stores register the 
 the padding is part of it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

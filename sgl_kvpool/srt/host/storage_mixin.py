@@ -1,7 +1,5 @@
 """Host pages for SGLang's stores: names, bytes, addresses. A base of the host tier's pools."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

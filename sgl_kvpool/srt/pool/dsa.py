@@ -8,8 +8,6 @@ no layout here: rows that SGLang cannot read are returned as uint8, and the read
 (`sgl_kvpool.sglang_plugin.hooks.dsa`).
 """
 
-from __future__ import annotations
-
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 

@@ -5,8 +5,6 @@ attention, which numbers the MLA layers 0, 1, ... All callers use model layer id
 them. The states of the linear layers stay in SGLang's own `MambaPool`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

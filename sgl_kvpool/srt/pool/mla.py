@@ -10,8 +10,6 @@ with slots, the pool indexes with row numbers (`slot_to_row`), and moves, sizes 
 the whole buffer instead of a loop over layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@ Of a pool with rows, the described bytes have to be all bytes that it reports as
 :mod:`sgl_kvpool.connectors.pools` describes SGLang's other pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

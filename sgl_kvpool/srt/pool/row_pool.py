@@ -1,7 +1,5 @@
 """Pools with rows of a chosen layout, which hold the rows or wrap a pool that does, and their options."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

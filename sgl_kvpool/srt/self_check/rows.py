@@ -1,7 +1,5 @@
 """Check of rows that SGLang's calls write and read, against the codec's bytes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
