@@ -7,7 +7,7 @@ import pytest
 
 from sgl_kvpool import env
 from sgl_kvpool.commands.doctor import probes
-from sgl_kvpool.sglang_plugin.options import environment_problems
+from sgl_kvpool.sglang_plugin.options import OPTIONS, environment_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,9 @@ def environment(monkeypatch):
 def test_the_table_has_every_name_that_the_package_reads():
     """All constants are in the table, and no other module spells a name."""
     constants = {value for value in vars(env).values() if isinstance(value, str)}
-    assert {name for name in constants if re.fullmatch(r"KVPOOL_.+", name)} == set(env.VARIABLES)
+    names = {name for name in constants if re.fullmatch(r"KVPOOL_.+", name)} | set(env.OPTIONS)
+    assert names == set(env.VARIABLES)
+    assert [option.env for option in OPTIONS] == list(env.OPTIONS)
     for file in (ROOT / "sgl_kvpool").rglob("*.py"):
         quoted = re.findall(r"""["'](KVPOOL_[A-Z_]+)["']""", file.read_text())
         assert file.name == "env.py" or not set(quoted) & set(env.VARIABLES), file
