@@ -1,7 +1,5 @@
 """The command `sgl-kvpool`."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import io
@@ -17,8 +15,6 @@ from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.demo import evaluate, model
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import environment_problems
-
-__all__ = ["main"]
 
 #: Commands that check the KVPOOL_ variables as a server does, before they start.
 _LIKE_A_SERVER = ("demo", "evaluate", "plan", "warmup")

@@ -21,8 +21,6 @@ from sgl_kvpool.codec import checks, gather_rows
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.arrangement import rows_of_slots
 
-__all__ = ["DecodeWorkspace", "mla_decode", "sm_count_of", "workspace_bytes"]
-
 #: Number of rows that the CPU path decodes at a time: 9 MB of float32.
 _CHUNK_ROWS = 4096
 

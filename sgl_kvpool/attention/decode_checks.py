@@ -12,18 +12,6 @@ from sgl_kvpool.codec.checks import dtype_names
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.arrangement import PageStride
 
-__all__ = [
-    "DecodeParams",
-    "kv_lens",
-    "lists",
-    "output",
-    "page",
-    "pool_on_cuda",
-    "queries",
-    "scale",
-    "tokens_per_list",
-]
-
 _QUERY_DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32),

@@ -32,8 +32,6 @@ from sgl_kvpool.attention.triton_operands import (
 )
 from sgl_kvpool.codec.triton_scalars import fp32_to
 
-__all__ = ["decode_kernel"]
-
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 

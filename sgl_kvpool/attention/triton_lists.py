@@ -5,17 +5,6 @@ import triton.language as tl
 
 from sgl_kvpool.codec.triton_scalars import fp32_to
 
-__all__ = [
-    "list_length",
-    "list_of",
-    "merge_kernel",
-    "place_of",
-    "row_count_of",
-    "rows_of_entries",
-    "rows_of_part",
-    "rows_per_split",
-]
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -14,17 +14,6 @@ import triton.language as tl
 
 from sgl_kvpool.codec.triton_scalars import fp32_of_bf16_bits, fp32_to
 
-__all__ = [
-    "VALUE_SCALE_EXPONENT",
-    "load_queries",
-    "load_stored",
-    "operand_factor",
-    "operand_of",
-    "permuted",
-    "rounded_operand",
-    "side_by_side",
-]
-
 #: Operands of FP4 latents are the values times 2 to the power of this; see `_fp4_operand`.
 VALUE_SCALE_EXPONENT = -16
 #: Factors of FP4's operands, of e4m3 codes (their bits are the numbers times 2**-120) and of ue5m3 scales

@@ -1,7 +1,5 @@
 """`sgl-kvpool demo`: SGLang serves the demo model once per layout, and one table compares the results."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -28,11 +26,8 @@ from sgl_kvpool.demo.measure import (
     tiered_hit,
 )
 from sgl_kvpool.demo.model import DemoModel
-from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
-from sgl_kvpool.demo.turns import dots, import_once, in_turn
+from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, dots, free_port, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-__all__ = ["compare", "has_room_for_host_tier", "layout_server", "measured_on", "with_differences"]
 
 _PAGE_SIZE = 64
 #: Arguments of a host tier, and of answers that report hits in it.

@@ -4,8 +4,6 @@ The comparison is the demo's, with a text and server arguments of the user's; a 
 text besides, because narrow rows fail there first, and no perplexity shows it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gzip
@@ -24,11 +22,8 @@ from sgl_kvpool.demo import report, smollm2
 from sgl_kvpool.demo.compare import measured_on
 from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.measure import FILLER, Difference, Scores, compare_scores, find_passkeys, score
-from sgl_kvpool.demo.server import Server, ServerFailed, free_port
-from sgl_kvpool.demo.turns import dots, import_once, in_turn
+from sgl_kvpool.demo.server import Server, ServerFailed, dots, free_port, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-__all__ = ["add_arguments", "run"]
 
 #: Server arguments that this command sets itself, or that its requests lack.
 _OURS = ("--model-path", "--model", "--port", "--kv-cache-layout", "--api-key")

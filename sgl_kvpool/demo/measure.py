@@ -15,27 +15,6 @@ from dataclasses import dataclass, field
 
 from sgl_kvpool.demo.server import Server
 
-__all__ = [
-    "BEST",
-    "FILLER",
-    "WINDOWS_PER_REQUEST",
-    "Difference",
-    "Greedy",
-    "HostHit",
-    "Scores",
-    "TieredHit",
-    "answer",
-    "compare_hits",
-    "compare_scores",
-    "divergence",
-    "find_passkeys",
-    "found_passkey",
-    "generate_greedily",
-    "passkey_prompt",
-    "score",
-    "tiered_hit",
-]
-
 #: Windows in one request: enough to fill a prefill batch.
 WINDOWS_PER_REQUEST = 4
 #: Most probable tokens that are compared at each position.

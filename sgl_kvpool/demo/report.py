@@ -1,7 +1,5 @@
 """The demo's results as a table, as JSON and as a plot. Imports neither torch nor SGLang."""
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap
@@ -13,8 +11,6 @@ from typing import Any
 
 from sgl_kvpool.demo.measure import Difference, Greedy, HostHit
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-__all__ = ["LIMITS", "NO_HOST_TIER", "SCHEMA", "Result", "answers", "table", "write_json", "write_plot"]
 
 SCHEMA = 1
 

@@ -6,8 +6,6 @@ are converted to bfloat16 in the user's cache folder, once for each version of t
 Importing this module imports neither torch nor SGLang.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -22,17 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM
-
-__all__ = [
-    "ENGLISH",
-    "INSTALL",
-    "PACKAGE",
-    "checkpoint",
-    "english_token_ids",
-    "is_installed",
-    "read_llama",
-    "version",
-]
 
 #: Prose of Python's documentation, which ``scripts/write_english_text.py`` wrote; its licence is
 #: ``byte_mla_python/LICENSE-held-out.txt``.

@@ -195,7 +195,7 @@ def engine_arguments(doors):
         *(("dcp_size", "2"), ("attn_cp_size", "2"), ("tp_size", 2.0), ("nnodes", None.__class__)),
         *(("hicache_size", "20"), ("hicache_size", 2.5), ("hicache_ratio", "2"), ("hicache_ratio", True)),
         *(("mem_fraction_static", "0.8"), ("mem_fraction_static", 10**400), ("chunked_prefill_size", "8192")),
-        ("disaggregation_decode_host_receive_threshold", "0.5"),
+        *(("disaggregation_decode_host_receive_threshold", "0.5"), ("fuseep_mode", b"")),
     ],
 )
 def test_numbers_of_an_engine_that_its_parser_would_not_make(engine_arguments, field, value):

@@ -132,7 +132,8 @@ def _check_types(server_args: Any) -> None:
     numbers = {field.field: field for field in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)}
     for field in record_fields(type(server_args)):
         hint = (*typing.get_args(field.type), field.type)[0]  # most are Annotated
-        kinds = {kind for kind in (int, float) if kind in (hint, *typing.get_args(hint))}
+        named = (hint, *typing.get_args(hint))  # types, or the values of a Literal
+        kinds = {kind for kind in (int, float) if kind in named or kind in map(type, named)}
         value = getattr(server_args, field.name)
         if not kinds or value is None or _is_a(Real if float in kinds else Integral, value):
             continue
