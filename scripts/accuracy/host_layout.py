@@ -24,8 +24,8 @@ import torch
 
 from sgl_kvpool import env
 from sgl_kvpool.demo.measure import Scores, compare_scores
+from sgl_kvpool.demo.model import Window, held_out_windows, model_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
-from sgl_kvpool.demo.shipped import Window, held_out_windows, model_path
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, SAME
 
 SCHEMA = 1

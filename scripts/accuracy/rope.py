@@ -24,8 +24,8 @@ from torch import Tensor
 from scripts.accuracy import tables as accuracy_table
 from sgl_kvpool.demo.checkpoint import read_model
 from sgl_kvpool.demo.measure import Scores, compare_scores
+from sgl_kvpool.demo.model import held_out_windows, model_path
 from sgl_kvpool.demo.net import ByteMLA, CausalRows
-from sgl_kvpool.demo.shipped import held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 SCHEMA = 1

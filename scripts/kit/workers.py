@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts import ROOT
-from sgl_kvpool.commands.child import Answers
+from sgl_kvpool.commands.waiting import Answers
 
 __all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs"]
 

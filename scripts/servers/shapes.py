@@ -221,8 +221,8 @@ def random_shapes(machine: Machine) -> list[Shape]:
 
 def demo_shape() -> Shape:
     """The small trained model that comes with the package, served on a CPU."""
+    from sgl_kvpool.demo.model import held_out_windows, model_path
     from sgl_kvpool.demo.server import cpu_arguments
-    from sgl_kvpool.demo.shipped import held_out_windows, model_path
 
     # Without --model-path, --port and the pool size, which are added later.
     arguments = cpu_arguments("", 0)[4:]
@@ -261,7 +261,7 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
 
     ValueError: if the folder has no config.json.
     """
-    from sgl_kvpool.demo.shipped import held_out_windows
+    from sgl_kvpool.demo.model import held_out_windows
 
     config = Path(path) / "config.json"
     if not config.is_file():

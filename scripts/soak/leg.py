@@ -25,8 +25,8 @@ from scripts.soak.clients import MANY, Traffic, post
 from scripts.soak.cold import ColdRun, compare
 from scripts.soak.prompts import Prompt, make_prompts
 from scripts.soak.servers import Leg, cold_server, soaked_server
+from sgl_kvpool.demo.model import held_out_windows
 from sgl_kvpool.demo.server import Server, ServerFailed
-from sgl_kvpool.demo.shipped import held_out_windows
 
 __all__ = ["SoakOptions", "soak", "tolerance"]
 

@@ -14,8 +14,8 @@ from scripts import ROOT
 from scripts.soak.in_server import BREAK
 from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
-from sgl_kvpool.demo.shipped import model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 

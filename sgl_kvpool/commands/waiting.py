@@ -1,5 +1,6 @@
-"""What a command does before and while a user waits: a quick look for a GPU, and the time on stderr."""
+"""What commands share: a quick look for a GPU, the time on stderr while a user waits, a child's answers."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 #: Prints the driver's error code and the number of GPUs. Run in its own process, because processes that have
 #: initialized CUDA cannot fork. Importing torch takes 3 to 100 s.
@@ -55,3 +57,16 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     finally:
         ended.set()
         thread.join()
+
+
+class Answers:
+    """In a child: JSON on the stdout with which it was started; what its imports print goes to stderr."""
+
+    def __init__(self) -> None:
+        # Descriptors, not sys.stdout, which a program such as pytest replaces.
+        self._lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def send(self, answer: Any) -> None:
+        """Write one answer, as a line of its own."""
+        print(json.dumps(answer), file=self._lines, flush=True)

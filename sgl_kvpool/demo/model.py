@@ -1,16 +1,24 @@
-"""The demo's models, with the texts that are scored. Imports neither torch nor SGLang."""
+"""The demo's models, with the texts that are scored. Imports neither torch nor SGLang.
+
+``byte_mla_python/``, the byte model, is a checkpoint like any other (:mod:`sgl_kvpool.demo.checkpoint`); its
+README.md describes the training. A wheel of the package lacks the weights, which are a distribution of their
+own, ``sgl-kvpool-demo-model``.
+"""
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from sgl_kvpool.demo import shipped, smollm2
+from sgl_kvpool.demo import smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 #: Values of ``sgl-kvpool demo --model``.
 SMOLLM2, BYTES = NAMES = ("smollm2", "bytes")
 
+_FOLDER = Path(__file__).resolve().parent / "byte_mla_python"
 #: Tokens of the prompt that is evicted from the pool.
 _EVICTED_TOKENS = 1000
 
@@ -23,6 +31,40 @@ _STRIDE = 79
 #: Prompts for greedy text, as (window, bytes): beginnings of the byte model's windows after which wide
 #: margins decide every token; if the best two tokens were nearly tied, rounding would decide.
 _GREEDY = ((2, 96), (7, 192), (12, 204), (14, 132), (22, 168))
+
+
+class Window(NamedTuple):
+    """A window of a module that is not in the training data. One ASCII character is one token."""
+
+    module: str
+    offset: int
+    text: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.text.encode("ascii"))
+
+
+def model_path() -> Path:
+    """Folder of the shipped checkpoint; FileNotFoundError if its weights are not installed."""
+    if not (_FOLDER / "model.safetensors").exists():
+        raise FileNotFoundError(
+            "the weights of the demo's byte model are not installed; `make wheel` in a checkout writes them "
+            "beside the package's wheel: pip install --no-deps dist/sgl_kvpool_demo_model-*.whl"
+        )
+    return _FOLDER
+
+
+def geometry(folder: Path) -> tuple[int, int, int]:
+    """Layers, kv_lora_rank and qk_rope_head_dim in a checkpoint's config.json."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    return config["num_hidden_layers"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+
+
+def held_out_windows() -> list[Window]:
+    """The held-out text, two windows of each of its modules."""
+    text = (_FOLDER / "held_out.json").read_text("ascii")
+    return [Window(**fields) for fields in json.loads(text)]
 
 
 @dataclass(frozen=True)
@@ -55,11 +97,11 @@ class DemoModel:
 
     @property
     def layers(self) -> int:
-        return shipped.geometry(self.path)[0]
+        return geometry(self.path)[0]
 
     def row_format(self, layout: MLAKVCacheLayout) -> RowFormat:
         """Row format of a layout for this model."""
-        _, rank, rope = shipped.geometry(self.path)
+        _, rank, rope = geometry(self.path)
         return layout.row_format(rank, rope)
 
     def tokens_in_the_same_memory(self, layout: MLAKVCacheLayout) -> int:
@@ -89,10 +131,10 @@ def choose(name: str | None, progress: Callable[[str], None]) -> DemoModel:
 
 
 def _bytes() -> DemoModel:
-    windows = shipped.held_out_windows()
+    windows = held_out_windows()
     return DemoModel(
         name=BYTES,
-        path=shipped.model_path(),
+        path=model_path(),
         title="a model of 3.6 million parameters, trained on Python's standard library",
         text="modules of the library that were held out",
         token="byte",

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.demo.measure import Scores, compare_scores, divergence
-from sgl_kvpool.demo.shipped import model_path
+from sgl_kvpool.demo.model import model_path
 
 
 def best(log_probabilities, count):

@@ -10,7 +10,7 @@ pytest.importorskip("sglang")
 
 from scripts.accuracy import rope as accuracy_rope
 from sgl_kvpool.demo.checkpoint import read_model
-from sgl_kvpool.demo.shipped import held_out_windows, model_path
+from sgl_kvpool.demo.model import held_out_windows, model_path
 
 ROOT = Path(__file__).resolve().parents[2]
 

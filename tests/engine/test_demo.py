@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from codec_oracle import LAYOUTS, ROW_BYTES, STORED, by_latent
 
-from sgl_kvpool.demo.shipped import model_path
+from sgl_kvpool.demo.model import model_path
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,8 +12,8 @@ import pytest
 from cluster_questions import clean_environment
 
 from sgl_kvpool.demo.measure import generate_greedily
+from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.demo.server import DEMO_MODELS, Server, cpu_arguments, free_port
-from sgl_kvpool.demo.shipped import model_path
 
 pytestmark = pytest.mark.other_sglang
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from cluster_questions import PROMPTS, failures, with_store
 from host_tier_servers import wait_for_store
 
-from sgl_kvpool.demo import shipped
 from sgl_kvpool.demo.cluster.servers import ask, metric_sum
+from sgl_kvpool.demo.model import model_path
 
 NAME = ("--served-model-name", "served")
 #: Tokens of an answer that is interrupted.
@@ -23,7 +23,7 @@ def write_other_weights(folder):
     """A checkpoint of the shipped model's shape that takes each byte for the one before it."""
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(shipped.model_path(), folder)
+    shutil.copytree(model_path(), folder)
     weights = load_file(folder / "model.safetensors")
     (embedding,) = [name for name in weights if "embed" in name]
     weights[embedding] = weights[embedding].roll(1, 0).contiguous()
@@ -86,7 +86,7 @@ class Asked:
 def weights(_model_path, folder):
     """A job: a server is updated in the ways that need no GPU and no trainer; a replica shares its pages."""
     folder.mkdir()
-    old, new = shipped.model_path(), write_other_weights(folder / "new")
+    old, new = model_path(), write_other_weights(folder / "new")
     store = folder / "store"
     environment = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
     with with_store(folder, "updated", "fp4", environment, "file", *NAME) as server:

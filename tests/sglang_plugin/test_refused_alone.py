@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_kvpool.demo import shipped
+from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 
 LAYOUT = ("--kv-cache-layout", "fp4")
@@ -23,7 +23,7 @@ def start(launcher):
 
     def run(*argv, command="serve", **environment):
         words = {"launch_server": ["launch_server"], "serve": ["sglang", "serve"]}[command]
-        words += ["--model-path", str(shipped.model_path()), "--device", "cpu", *argv]
+        words += ["--model-path", str(model_path()), "--device", "cpu", *argv]
         code = f"import sys; sys.argv = {words!r}; {REPORT} {COMMANDS[command]}"
         return launcher.run(code, SGLANG_EXTERNAL_MODEL_PACKAGE="sgl_kvpool.demo.models", **environment)
 
@@ -167,7 +167,7 @@ except ValueError as error:
     ],
 )
 def test_an_engine_raises_in_its_program(launcher, arguments, environment, text):
-    code = PROGRAM.format(model=str(shipped.model_path()), arguments=arguments)
+    code = PROGRAM.format(model=str(model_path()), arguments=arguments)
     done = launcher.run(code, **environment)
     assert done.returncode == 0, done.stderr
     assert f"caught {text}" in done.stdout

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
-from sgl_kvpool.commands.child import Answers
+from sgl_kvpool.commands.waiting import Answers
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.numa import interleave, numa_nodes
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES

@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_kvpool.commands.child import Answers
+from sgl_kvpool.commands.waiting import Answers
 
 #: Compute capability of H100, H200 and H20.
 _HOPPER = (9, 0)

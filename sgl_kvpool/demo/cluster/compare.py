@@ -7,10 +7,10 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.demo import shipped
 from sgl_kvpool.demo.cluster import servers
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, running
+from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Default layouts: each takes a minute and a half on two cores.
@@ -34,7 +34,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
 
     Returns exit status 1 if a server failed, or an answer differs from that of one server.
     """
-    model = shipped.model_path()
+    model = model_path()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
     folder = folder / _FOLDER

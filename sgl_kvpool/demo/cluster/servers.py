@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.demo import shipped
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, past_proxies
+from sgl_kvpool.demo.model import held_out_windows, model_path
 from sgl_kvpool.demo.mooncake_libraries import library_path
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
@@ -92,7 +92,7 @@ def router(
 
 def prompts(count: int) -> list[str]:
     """Held-out text, `PROMPT_TOKENS` bytes of each window."""
-    return [window.text[:PROMPT_TOKENS] for window in shipped.held_out_windows()[:count]]
+    return [window.text[:PROMPT_TOKENS] for window in held_out_windows()[:count]]
 
 
 def small_server(
@@ -105,7 +105,7 @@ def small_server(
     """A server that is not started yet."""
     return Server(
         [
-            *cpu_arguments(shipped.model_path(), free_port(), max_total_tokens=pool_tokens),
+            *cpu_arguments(model_path(), free_port(), max_total_tokens=pool_tokens),
             *("--page-size", str(PAGE_SIZE), "--enable-metrics", "--enable-cache-report"),
             *("--kv-cache-layout", layout),
             *arguments,
