@@ -6,6 +6,8 @@ are converted to bfloat16 in the user's cache folder, once for each version of t
 Importing this module imports neither torch nor SGLang.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
