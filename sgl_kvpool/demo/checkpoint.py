@@ -23,31 +23,34 @@ from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
 SPECIAL_TOKEN = "<|endoftext|>"
 
 
-def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
-    """Write config.json."""
-    fields: dict[str, Any] = {
+def dense_mla(layers: int, intermediate_size: int) -> dict[str, Any]:
+    """Fields of config.json with which SGLang serves a model as MLA; the demo's classes replace this one."""
+    return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "dtype": "bfloat16",
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "attention_bias": False,
-        "bos_token_id": SPECIAL_TOKEN_ID,
-        "eos_token_id": SPECIAL_TOKEN_ID,
-        "pad_token_id": SPECIAL_TOKEN_ID,
         "q_lora_rank": None,
         # Every layer is dense. These fields are still integers, because SGLang compares and adds them.
-        "first_k_dense_replace": config.layers,
+        "first_k_dense_replace": layers,
         "moe_layer_freq": 1,
         "n_routed_experts": 1,
         "n_shared_experts": 0,
         "num_experts_per_tok": 1,
-        "moe_intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": intermediate_size,
         "n_group": 1,
         "topk_group": 1,
-        **config.to_hf(),
     }
-    _write_json(Path(folder) / "config.json", fields)
+
+
+def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
+    """Write config.json."""
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), SPECIAL_TOKEN_ID)
+    fields = dense_mla(config.layers, config.intermediate_size)
+    write_json(
+        Path(folder) / "config.json", {**fields, "tie_word_embeddings": False, **special, **config.to_hf()}
+    )
 
 
 def read_config(folder: str | Path) -> ByteMLAConfig:
@@ -79,20 +82,29 @@ def write_tokenizer(folder: str | Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(SPECIAL_TOKEN, special=True, normalized=False)])
-    tokenizer.save(str(Path(folder) / "tokenizer.json"))
-    _write_json(
-        Path(folder) / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": SPECIAL_TOKEN,
-            "eos_token": SPECIAL_TOKEN,
-            "pad_token": SPECIAL_TOKEN,
-            "add_bos_token": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": ByteMLAConfig.context_length,
-            "chat_template": "{% for message in messages %}{{ message['content'] }}\n{% endfor %}",
-        },
+    write_tokenizer_files(
+        Path(folder),
+        tokenizer,
+        dict.fromkeys(("bos_token", "eos_token", "pad_token"), SPECIAL_TOKEN),
+        ByteMLAConfig.context_length,
+        "{% for message in messages %}{{ message['content'] }}\n{% endfor %}",
     )
+
+
+def write_tokenizer_files(
+    folder: Path, tokenizer: Any, tokens: dict[str, str], context_length: int, chat_template: str
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json; `tokens` are the special ones by their role."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokens,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+        "chat_template": chat_template,
+    }
+    write_json(folder / "tokenizer_config.json", fields)
 
 
 def write_model(folder: str | Path, net: ByteMLA) -> Path:
@@ -116,5 +128,6 @@ def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ByteML
     return net.to(dtype).eval()
 
 
-def _write_json(path: Path, fields: dict[str, Any]) -> None:
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Write a file of a checkpoint."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

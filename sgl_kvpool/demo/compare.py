@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from sgl_kvpool.demo.measure import (
 )
 from sgl_kvpool.demo.model import DemoModel
 from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, dots, free_port, import_once, in_turn
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 _PAGE_SIZE = 64
 #: Arguments of a host tier, and of answers that report hits in it.
@@ -155,7 +155,8 @@ def compare(
         )
         if not served:
             return 1
-        results = with_differences(served)
+        scores = {result.layout: found for result, found in served}
+        results = with_differences([result for result, _ in served], scores.__getitem__)
         print(f"\n{report.table(results, model.token)}\n\n{report.LIMITS}\n", flush=True)
         try:
             without_plot = _write(unfinished, results, model, windows)
@@ -202,11 +203,7 @@ def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, win
     """Write the JSON and the plot; returns the reason if there is no plot, else an empty string."""
     facts = _facts(model, windows.chosen)
     report.write_json(folder / "demo.json", results, facts)
-    try:
-        report.write_plot(folder / "demo.png", results, model.title, facts)
-    except ImportError as error:  # without a working matplotlib the numbers are still written
-        return f"no plot: {error}; pip install matplotlib"
-    return ""
+    return report.plot_or_reason(folder / "demo.png", results, model.title, facts)
 
 
 def _move(unfinished: Path, folder: Path) -> None:
@@ -229,9 +226,7 @@ def _score(
     start_seconds: float,
 ) -> tuple[tuple[report.Result, Scores], str]:
     """Score the windows."""
-    info = server.info()
-    if info["kv_cache_layout"] != layout.value:
-        raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+    info = info_of(server, layout)
     print("scoring ", end="", flush=True)
     began = time.monotonic()
     scores = Scores([], [])
@@ -241,18 +236,8 @@ def _score(
         window_seconds = (time.monotonic() - began) / len(scores.top_tokens)
         windows.settle(servers, start_seconds, window_seconds)
     scoring_seconds = time.monotonic() - began
-    result = report.Result(
-        layout=info["kv_cache_layout"],
-        row_bytes=model.row_format(layout).row_bytes,
-        pool_bytes=model.layers * model.bf16_tokens * model.row_format(MLAKVCacheLayout.BF16).row_bytes,
-        tokens=info["max_total_num_tokens"],
-        attention_backend=info["attention_backend"],
-        start_seconds=round(start_seconds, 2),
-        scoring_seconds=round(scoring_seconds, 2),
-        perplexity=scores.perplexity,
-        difference=None,
-        greedy=[],
-    )
+    pool_bytes = model.layers * model.bf16_tokens * model.row_format(MLAKVCacheLayout.BF16).row_bytes
+    result = result_of(info, model.row_format(layout), scores, start_seconds, scoring_seconds, pool_bytes)
     return (result, scores), f" {len(windows.chosen)} windows scored in {scoring_seconds:.0f} s"
 
 
@@ -275,15 +260,43 @@ def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
     return more, " done"
 
 
-def with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[report.Result]:
-    """The results, each with its difference to bf16 if bf16 was served."""
+def info_of(server: Server, layout: MLAKVCacheLayout) -> dict[str, Any]:
+    """What a server says of itself; ServerFailed if it serves another layout."""
+    info = server.info()
+    if info["kv_cache_layout"] != layout.value:
+        raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+    return info
+
+
+def result_of(
+    info: Mapping[str, Any], row: RowFormat, scores: Scores, start_s: float, scoring_s: float,
+    pool_bytes: int | None = None, **more: Any,
+) -> report.Result:  # fmt: skip
+    """The result of a server that has scored its windows."""
+    return report.Result(
+        layout=info["kv_cache_layout"],
+        row_bytes=row.row_bytes,
+        pool_bytes=pool_bytes,
+        tokens=info["max_total_num_tokens"],
+        attention_backend=info["attention_backend"],
+        start_seconds=round(start_s, 2),
+        scoring_seconds=round(scoring_s, 2),
+        perplexity=scores.perplexity,
+        **more,
+    )
+
+
+def with_differences(
+    results: Sequence[report.Result], scores_of: Callable[[str], Scores]
+) -> list[report.Result]:
+    """The results, each with its difference to bf16 if bf16 was served; `scores_of` a layout's name."""
     bf16 = MLAKVCacheLayout.BF16.value
-    reference = next((scores for result, scores in served if result.layout == bf16), None)
+    reference = scores_of(bf16) if any(result.layout == bf16 for result in results) else None
     return [
         result
         if reference is None or result.layout == bf16
-        else dataclasses.replace(result, difference=compare_scores(scores, reference))
-        for result, scores in served
+        else dataclasses.replace(result, difference=compare_scores(scores_of(result.layout), reference))
+        for result in results
     ]
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.demo import report, smollm2
-from sgl_kvpool.demo.compare import measured_on
+from sgl_kvpool.demo.compare import info_of, measured_on, result_of, with_differences
 from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.measure import FILLER, Difference, Scores, compare_scores, find_passkeys, score
-from sgl_kvpool.demo.server import Server, ServerFailed, dots, free_port, import_once, in_turn
+from sgl_kvpool.demo.measure import FILLER, Scores, find_passkeys, score
+from sgl_kvpool.demo.server import Server, dots, free_port, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Server arguments that this command sets itself, or that its requests lack.
@@ -173,7 +173,7 @@ class _Evaluation:
                 )
             self.characters = earlier["hidden_characters"]
             self.scored_tokens = earlier["held_out_tokens_scored"]
-            self.results = {one["layout"]: _result(one) for one in earlier["results"]}
+            self.results = {one.layout: one for one in report.read_results(earlier)}
 
     def scores_path(self, layout: str) -> Path:
         return self.folder / f"scores-{layout}.json.gz"
@@ -184,9 +184,7 @@ class _Evaluation:
 
     def ask(self, server: Server, layout: MLAKVCacheLayout, start_seconds: float) -> tuple[None, str]:
         """Score the windows and look for hidden numbers; writes what was found."""
-        subject, info = self.subject, server.info()
-        if info["kv_cache_layout"] != layout.value:
-            raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+        subject, info = self.subject, info_of(server, layout)
         self.windows = self.windows or subject.windows_of(server)
         if not self.results:  # the first server decides for all
             self.characters = subject.hidden_characters(server, info)
@@ -199,31 +197,18 @@ class _Evaluation:
         self.scored_tokens = sum(map(len, scores.log_probabilities))
         with gzip.open(self.scores_path(layout.value), "wt", encoding="utf-8", compresslevel=1) as file:
             json.dump(dataclasses.asdict(scores), file)
-        self.results[layout.value] = report.Result(
-            layout=layout.value,
-            row_bytes=layout.row_format(subject.rank, subject.rope).row_bytes,
-            pool_bytes=None,
-            tokens=info["max_total_num_tokens"],
-            attention_backend=info["attention_backend"],
-            start_seconds=round(start_seconds, 2),
-            scoring_seconds=round(scoring_seconds, 2),
-            perplexity=scores.perplexity,
-            difference=None,
-            greedy=[],
-            hidden=hidden,
+        row = layout.row_format(subject.rank, subject.rope)
+        self.results[layout.value] = result_of(
+            info, row, scores, start_seconds, scoring_seconds, hidden=hidden
         )
         self.write()
         return None, f" {len(self.windows)} windows scored in {scoring_seconds:.0f} s"
 
     def compare(self) -> list[report.Result]:
         """Results in the layouts' order, with their differences to bf16 if it was served."""
-        bf16 = MLAKVCacheLayout.BF16.value
-        reference = self.scores(bf16) if bf16 in self.results else None
-        for name, result in self.results.items():
-            if reference is not None and name != bf16:
-                difference = compare_scores(self.scores(name), reference)
-                self.results[name] = dataclasses.replace(result, difference=difference)
-        return self.ordered
+        compared = with_differences(self.ordered, self.scores)
+        self.results = {one.layout: one for one in compared}
+        return compared
 
     @property
     def ordered(self) -> list[report.Result]:
@@ -243,11 +228,6 @@ class _Evaluation:
         whole = self._json.with_suffix(".new")  # a run may be stopped while it writes
         report.write_json(whole, self.ordered, self.facts)
         whole.replace(self._json)
-
-
-def _result(fields: dict[str, Any]) -> report.Result:
-    difference = fields["difference"] and Difference(**fields["difference"])
-    return report.Result(**{**fields, "difference": difference})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -287,12 +267,8 @@ def run(arguments: argparse.Namespace) -> int:
     evaluation.write()
     print(f"\n{report.table(results, 'token')}\n\nall numbers: {arguments.out / 'evaluate.json'}", flush=True)
     plot = arguments.out / "evaluate.png"
-    try:
-        report.write_plot(plot, results, Path(subject.model).name, evaluation.facts)
-    except ImportError as error:  # without a working matplotlib the numbers are still written
-        print(f"no plot: {error}; pip install matplotlib")
-    else:
-        print(f"plot:        {plot}")
+    without_plot = report.plot_or_reason(plot, results, Path(subject.model).name, evaluation.facts)
+    print(without_plot or f"plot:        {plot}")
     return int(failed)
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ class Result:
     start_seconds: float
     scoring_seconds: float
     perplexity: float
-    difference: Difference | None
-    greedy: list[Greedy]
+    difference: Difference | None = None
+    greedy: list[Greedy] = field(default_factory=list)
     host_hit: HostHit | None = None
     answer: str | None = None
     hidden: list[bool] | None = None
@@ -143,6 +143,24 @@ def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> 
     path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
+def read_results(facts: Mapping[str, Any]) -> list[Result]:
+    """The results in what `write_json` wrote."""
+    found = []
+    for fields in facts["results"]:
+        difference = fields["difference"] and Difference(**fields["difference"])
+        found.append(Result(**{**fields, "difference": difference}))
+    return found
+
+
+def plot_or_reason(path: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> str:
+    """Draw the plot; the reason if there is none, else an empty string."""
+    try:
+        write_plot(path, results, title, facts)
+    except ImportError as error:  # without a working matplotlib the numbers are still written
+        return f"no plot: {error}; pip install matplotlib"
+    return ""
+
+
 def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> None:
     """Draw tokens in the same memory beside perplexity as PNG; ImportError without matplotlib.
 
@@ -206,11 +224,7 @@ def main() -> int:
     """Draw a committed JSON again: `python -m sgl_kvpool.demo.report demo.json demo.png TITLE`."""
     source, path, title = sys.argv[1:]
     facts = json.loads(Path(source).read_text(encoding="utf-8"))
-    results = []
-    for fields in facts["results"]:
-        difference = fields["difference"] and Difference(**fields["difference"])
-        results.append(Result(**{**fields, "difference": difference}))
-    write_plot(Path(path), results, title, facts)
+    write_plot(Path(path), read_results(facts), title, facts)
     return 0
 
 

