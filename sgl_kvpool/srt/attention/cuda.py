@@ -71,18 +71,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     needs_cpu_seq_lens: bool = False
     supports_ragged_verify_graph: bool = False
 
-    def __init__(
-        self,
-        model_runner,
-        skip_prefill: bool = False,
-        kv_indptr_buf: torch.Tensor | None = None,
-        q_indptr_decode_buf: torch.Tensor | None = None,
-        *,
-        draft_step: int = 0,
-    ):
+    def __init__(self, model_runner, skip_prefill: bool = False, *, draft_step: int = 0):
         pool = pool_of(model_runner)
         check_layers(model_runner.model, pool, mha_form=True)
-        super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
+        super().__init__(model_runner, skip_prefill)
         self.draft_step = draft_step
         self.fmt = pool.row_format
         for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
