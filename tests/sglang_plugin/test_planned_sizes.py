@@ -167,9 +167,14 @@ def test_the_heuristic_of_the_memory_fraction(planned):
 @pytest.mark.parametrize(
     ("model", "layout", "names", "why"),
     [
-        ("deepseek_v32", "bf16", ("dsa/flashmla_sparse", "dsa/fa3"), "SGLang's kernels"),
-        ("deepseek_v32", "fp8", ("dsa/tilelang", "dsa/tilelang"), "SGLang's kernels"),
-        ("deepseek_v32", "fp8_block_scale", ("dsa/flashmla_kv", "dsa/flashmla_kv"), "SGLang's kernels"),
+        ("deepseek_v32", "bf16", ("dsa/flashmla_sparse", "dsa/fa3"), "reads bf16 rows as they are stored"),
+        ("deepseek_v32", "fp8", ("dsa/tilelang", "dsa/tilelang"), "reads fp8 rows as they are stored"),
+        (
+            "deepseek_v32",
+            "fp8_block_scale",
+            ("dsa/flashmla_kv", "dsa/flashmla_kv"),
+            "reads fp8_block_scale rows as they are stored",
+        ),
         ("deepseek_v32", "fp4", ("dsa/flashmla_sparse", "dsa/kvpool_mla"), "decode by kvpool_mla"),
         ("kimi_k2", None, ("fa3", "fa3"), "SGLang's choice"),
         ("kimi_k2", "bf16", ("fa3", "fa3"), "reads bf16 rows as they are stored"),
