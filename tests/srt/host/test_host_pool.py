@@ -316,12 +316,3 @@ def test_format_tags_tell_pages_apart():
     from sglang.srt.managers.cache_controller import storage_model_name
 
     assert storage_model_name("model", plain) == f"model-{tags['plain']}"
-
-
-def test_the_public_name():
-    from sgl_kvpool.srt import host
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-
-    assert host.HierarchicalMLAHostPool is HierarchicalMLAHostPool
-    with pytest.raises(AttributeError, match="no attribute 'Pool'"):
-        _ = host.Pool
