@@ -98,8 +98,6 @@ GUARDED = {
     ("hooks.budget", "srt.attention.extend"): "CUDA",
     ("hooks.attention", "srt.attention.cpu"): "a CPU",
     ("hooks.attention", "srt.attention.cuda"): "CUDA",
-    ("hooks.self_check", "srt.attention.cpu"): "kvpool_mla on a CPU",
-    ("hooks.self_check", "srt.attention.cuda"): "kvpool_mla on CUDA",
 }
 
 
