@@ -12,10 +12,11 @@ import test_ptx_decode
 import torch
 from decode_cases import WEIGHT_ROUNDING, as_read, check_parts, expected, make_case
 from decode_interpreted import run
-from test_ptx_decode import COUNTS, KERNELS, OF_GLUON, tile_of, with_strangers
+from test_ptx_decode import COUNTS, KERNELS, OF_GLUON, ROWS_ALONE, tile_of, with_strangers
 from test_ptx_mutants import Change, Number, instruction
 
 of_layouts = pytest.mark.parametrize(("layout", "kernel"), [of[:2] for of in OF_GLUON])
+of_rows = pytest.mark.parametrize(("layout", "kernel"), [of[:2] for of in OF_GLUON if of in ROWS_ALONE])
 quick = pytest.mark.quick
 
 
@@ -24,7 +25,7 @@ def decode(case, kernel, splits=1):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-@of_layouts
+@of_rows
 def test_page_sizes(runs, layout, kernel, page_size):
     """Page-major pools; entries beyond the pool."""
     case = make_case(layout, arrangement="page_major", page_size=page_size, heads=8, counts=((150,), (3,)))
@@ -32,7 +33,7 @@ def test_page_sizes(runs, layout, kernel, page_size):
 
 
 @pytest.mark.parametrize("padding", [16, 48])
-@of_layouts
+@of_rows
 def test_row_strides(runs, layout, kernel, padding):
     """Any multiple of 16 bytes."""
     case = make_case(layout, heads=8, counts=((70,),))
