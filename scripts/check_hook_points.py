@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--compare", metavar="PYTHON", help="interpreter of an environment with another SGLang"
     )
-    parser.add_argument("--json", metavar="FILE", help=argparse.SUPPRESS)  # passed by `examine_with`
+    parser.add_argument("--json", help=argparse.SUPPRESS)  # passed by `examine_with`
     arguments = parser.parse_args(argv)
     from sgl_kvpool.sglang_plugin import hook_points
 
@@ -68,13 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         for point in group["points"].values()
         if point["problem"]
     ]
-    print(
-        "\n".join(
-            ["", f"{len(failures)} hook points fail:", *failures]
-            if failures
-            else ["", "all hook points hold"]
-        )
-    )
+    head = f"{len(failures)} hook points fail:" if failures else "all hook points hold"
+    print("", head, *failures, sep="\n")
     return 1 if failures else 0
 
 
@@ -166,10 +161,13 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         for release in (one, other)
     )
     versions = [release["version"] for release in (one, other)]
-    absent: list[str] = []
-    signatures: list[str] = []
-    sources: list[str] = []
-    failing_in_both: list[str] = []
+    found: dict[str, list[str]] = {
+        "in one release only": [],
+        "another signature, members or value": [],
+        "the same signature, another source": [],
+        "failing in both releases": [],
+    }
+    absent, signatures, sources, failing_in_both = found.values()
     for target in sorted(before.keys() & after.keys()):
         old, new = before[target], after[target]
         if (old["signature"] is None) != (new["signature"] is None):
@@ -185,15 +183,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
             failing_in_both.append(f"  {new['problem']}")
         elif old["source"] != new["source"]:
             sources.append(f"  {target}")
-    lines = []
-    for title, found in (
-        ("in one release only", absent),
-        ("another signature, members or value", signatures),
-        ("the same signature, another source", sources),
-        ("failing in both releases", failing_in_both),
-    ):
-        lines += [f"{title}:", *found] if found else []
-    return lines
+    return [line for title, lines in found.items() if lines for line in (f"{title}:", *lines)]
 
 
 def shown(text: str, opposite: str) -> str:

@@ -10,8 +10,8 @@
 
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
 nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
-or if nothing could be compared, 128 plus the signal's number after an interruption. Without a GPU a reduced
-form runs on the CPU and lists what it skipped. docs/benchmarks.md has details.
+or if nothing could be compared, 128 plus the signal's number after an interruption. The same command with the
+same --out continues a run. Without a GPU a reduced form runs on the CPU. docs/benchmarks.md has details.
 
 This program has never been run on a GPU.
 """
@@ -23,21 +23,19 @@ import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # sys.path is extended before the imports.
-from scripts.kit.arguments import names
 from scripts.kit.environment import Machine, facts_of, find_machine
 from scripts.kit.records import Run, read_run
 from scripts.kit.runner import Step, in_words
 from scripts.servers.compare import compare
-from scripts.servers.durations import in_all, with_durations
-from scripts.servers.first_light import MINUTES, FirstLight, first_light_steps
-from scripts.servers.options import Options
+from scripts.servers.first_light import MINUTES, first_light_steps
+from scripts.servers.request import Options
 from scripts.servers.results import Results
 from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS
 from scripts.servers.steps import all_steps, choose
@@ -55,11 +53,23 @@ def _positive(text: str) -> float:
     return value
 
 
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
+def _count(text: str) -> int:
+    value = _positive(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(value)
+
+
+def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Type of a list of some of the allowed names, which keeps their order."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = text.split(",")
+        if set(found) - set(allowed):
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(allowed)}")
+        return tuple(name for name in allowed if name in found)
+
+    return parse
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,30 +79,23 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options]; --help lists them",
     )  # fmt: skip
     what = made.add_argument_group("what is run")
-    what.add_argument(
-        "--first-light", action="store_true",
-        help="correctness of kernels and the tile table to commit; nine minutes; continues the run in --out",
-    )  # fmt: skip
+    what.add_argument("--first-light", action="store_true", help="kernels and tile table; nine minutes")
     what.add_argument("--core", action="store_true", help="only steps that do not need SGLang; no servers")
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
     what.add_argument(
-        "--layouts", type=names(LAYOUTS), default=LAYOUTS, help="layouts to serve, separated by commas"
+        "--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="layouts to serve, separated by commas"
     )
     what.add_argument(
-        "--arrangements", type=names(ARRANGEMENTS), help="arrangements to serve, separated by commas"
+        "--arrangements", type=_names(ARRANGEMENTS), help="arrangements to serve, separated by commas"
     )
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     model = made.add_argument_group("a real checkpoint")
     model.add_argument("--model", help="folder of the checkpoint; served instead of the random models")
-    model.add_argument("--tp", type=int, default=1, help="ranks that serve it (1)")
+    model.add_argument("--tp", type=_count, default=1, help="ranks that serve it (1)")
     model.add_argument("--server-args", default="", help="more arguments of its servers, in one string")
-    model.add_argument("--server-env", type=_assignment, action="append", default=[], metavar="NAME=VALUE")
-    model.add_argument("--gsm8k-data", type=Path, help="test.jsonl of GSM8K; else SGLang downloads it")
-    model.add_argument("--gsm8k-questions", type=int, default=500)
-    model.add_argument("--retrieval-characters", default="16000,64000,200000", help="text lengths")
     run = made.add_argument_group("how")
     run.add_argument("--out", type=Path, help="folder of results (DATE or first-light in regression-results)")
     run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
@@ -123,43 +126,20 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
             raise ValueError(f"--first-light has steps of its own; leave out --{others[0]}")
         if not machine.gpus and arguments.device != "cpu":
             raise ValueError("--first-light: torch sees no GPU; --device cpu rehearses it without a GPU")
-    if arguments.gsm8k_questions < 1:
-        raise ValueError(f"--gsm8k-questions {arguments.gsm8k_questions}: give 1 or more")
-    if arguments.tp < 1:
-        raise ValueError(f"--tp {arguments.tp}: give the number of ranks")
-    if arguments.gsm8k_data is not None and not arguments.gsm8k_data.is_file():
-        raise ValueError(f"--gsm8k-data {arguments.gsm8k_data}: no such file")
-    if arguments.model is None:
-        for name in ("gsm8k_data", "server_args"):
-            if getattr(arguments, name):
-                raise ValueError(f"--{name.replace('_', '-')} needs --model")
-        if arguments.tp != 1:
-            raise ValueError(
-                f"--tp {arguments.tp} needs --model; servers of random models with two ranks: --only 'tp2-*'"
-            )
-    try:
-        lengths = tuple(int(text) for text in arguments.retrieval_characters.split(","))
-    except ValueError:
-        lengths = ()
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"--retrieval-characters {arguments.retrieval_characters}: give numbers above 0")
+    if arguments.model is None and arguments.server_args:
+        raise ValueError("--server-args needs --model")
+    if arguments.model is None and arguments.tp != 1:
+        raise ValueError(
+            f"--tp {arguments.tp} needs --model; servers of random models with two ranks: --only 'tp2-*'"
+        )
+    taken = ("core", "quick", "thorough", "layouts", "model", "tp", "time_limit_scale")
     return Options(
-        core=arguments.core,
-        quick=arguments.quick,
-        thorough=arguments.thorough,
+        **{name: getattr(arguments, name) for name in taken},
         on_gpu=bool(machine.gpus) and arguments.device != "cpu",
-        layouts=arguments.layouts,
         arrangements=arguments.arrangements or ARRANGEMENTS,
         arrangements_named=arguments.arrangements is not None,
-        model=arguments.model,
-        tp=arguments.tp,
         server_arguments=tuple(shlex.split(arguments.server_args)),
-        server_environment=tuple(arguments.server_env),
-        gsm8k_data=arguments.gsm8k_data and str(arguments.gsm8k_data.resolve()),
-        gsm8k_questions=arguments.gsm8k_questions,
-        retrieval_characters=lengths,
         models=str(out / "models"),
-        time_limit_scale=arguments.time_limit_scale,
     )
 
 
@@ -200,59 +180,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = (arguments.out or Path("regression-results") / name).resolve()
         machine = find_machine()
         options = options_of(arguments, machine, out)
-        every = all_steps(machine, options)
         if arguments.first_light:
             every = first_light_steps(machine, on_gpu=options.on_gpu)
-        steps = with_durations(choose(every, arguments.only), on_gpu=options.on_gpu)
-    except (ValueError, OSError, RuntimeError) as error:
+        else:
+            every = choose(all_steps(machine, options), arguments.only)
+        steps = choose(every, arguments.only)
+        if arguments.list:
+            for step in steps:
+                reason = step.without or machine.missing(step.needs)
+                tail = f"  -- skipped: {reason}" if reason else ""
+                print(f"{step.name:34} {in_words(step.expected_s):>10}  {step.what}{tail}")
+            print(in_all(steps, machine))
+            return 0
+        facts = facts_of(machine, list(sys.argv[1:] if argv is None else argv))
+        if not arguments.first_light:
+            shown = {name: getattr(options, name) for name in ("layouts", "core", "quick", "tp")}
+            facts |= {"options": shown, "model": model_facts(options.model)}
+        results = Results(out, "first_light" if arguments.first_light else "report", facts, every)
+    except OSError as error:
+        made.error(f"{error.filename or 'a file'}: {error.strerror}")
+    except (ValueError, RuntimeError) as error:
         made.error(str(error))
-    if arguments.list:
-        for step in steps:
-            reason = step.without or machine.missing(step.needs)
-            about = in_words(step.expected_s) if step.expected_s else ""
-            print(f"{step.name:34} {about:>10}  {step.what}{f'  -- skipped: {reason}' if reason else ''}")
-        print(in_all(possible(steps, machine), on_gpu=options.on_gpu))
-        return 0
-    words = list(sys.argv[1:] if argv is None else argv)
-    status, run = execute(
-        arguments, options, machine, steps, every if arguments.first_light else steps, out, words
-    )
+    status = execute(arguments, options, machine, steps, results)
     if old is not None:
-        status = max(status, compared(old, run))
+        status = max(status, compared(old, results.run_of))
     return status
 
 
-def possible(steps: Sequence[Step], machine: Machine) -> list[Step]:
-    """Steps that are not skipped from the start."""
-    return [step for step in steps if not (step.without or machine.missing(step.needs))]
+def in_all(steps: Sequence[Step], machine: Machine) -> str:
+    """Text with the total duration of the steps that are not skipped from the start."""
+    ours = [step for step in steps if not (step.without or machine.missing(step.needs))]
+    about = in_words(sum(step.expected_s for step in ours))
+    return f"{len(ours)} steps, about {about} in all; --minutes ends a run earlier"
 
 
 def execute(
-    arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, every: list, out: Path,
-    argv: list[str],
-) -> tuple[int, Run]:  # fmt: skip
-    """Start or continue a run; returns the exit status and the results."""
-    facts = facts_of(machine, argv)
-    if not arguments.first_light:
-        shown = {"layouts": options.layouts, "core": options.core, "quick": options.quick, "tp": options.tp}
-        facts |= {"options": shown, "model": model_facts(options.model)}
-    try:
-        results = (FirstLight if arguments.first_light else Results)(out, facts, every)
-    except OSError as error:
-        parser().error(f"--out {out}: {error.strerror}")
-    except ValueError as error:
-        parser().error(str(error))
+    arguments: argparse.Namespace, options: Options, machine: Machine, steps: Sequence[Step], results: Results
+) -> int:
+    """Start or continue a run; returns the exit status."""
+    scale, facts = arguments.time_limit_scale, results.run_of.facts
     left = [step for step in steps if results.lacks(step.name)]
-    minutes = arguments.minutes or (MINUTES * arguments.time_limit_scale if arguments.first_light else None)
+    minutes = arguments.minutes or (MINUTES * scale if arguments.first_light else None)
     where = f"{facts['gpu_count']} x {facts['gpu']}" if options.on_gpu else f"CPU: {facts['cpu']}"
-    say(f"{where}; results: {out}\n{in_all(possible(left, machine), on_gpu=options.on_gpu)}\n")
-    if options.on_gpu and facts["capability"] != HOPPER:
-        say(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}\n")
+    say(f"{where}; results: {results.out}\n{in_all(left, machine)}\n")
     if not options.on_gpu:
         say("no GPU: the reduced form; its times say nothing about a GPU\n")
-    status = results.run(left, machine, time_limit_scale=arguments.time_limit_scale, minutes=minutes, say=say)
+    elif facts["capability"] != HOPPER:
+        say(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}\n")
+    status = results.run(left, machine, time_limit_scale=scale, minutes=minutes, say=say)
     say(f"\n{results.text()}\nresults: {results.journal}\nexit status {status}\n")
-    return status, results.as_run
+    return status
 
 
 if __name__ == "__main__":

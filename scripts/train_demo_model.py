@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
 """Train the model that `sgl-kvpool demo` serves, on the sources of this Python's standard library.
 
-    python scripts/train_demo_model.py --out build/demo-model [--steps 3000] [--threads 2] [--resume]
+    python scripts/train_demo_model.py --out build/demo-model [--steps 3000]
 
 Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out windows and a model card. It
 took 70 minutes on two cores. To ship the result, copy that folder over
 sgl_kvpool/demo/byte_mla_python.
 
-The training state is kept in OUT/state.pt every 100 steps; `--resume` continues from there, also with another
-`--steps`. The text is the library's `.py` files without tests and generated tables; the modules in HELD_OUT
-are not part of the training data.
+The text is the library's `.py` files without tests and generated tables; the modules in HELD_OUT are not part
+of the training data.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import platform
 import random
 import shutil
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -51,6 +50,7 @@ EXCLUDED = {
 LICENCE = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
 CARD = Path(__file__).resolve().parent / "demo_model_card.md"
 WINDOW_BYTES = 1024
+BATCH_TOKENS, SEED, THREADS = 8192, 0, 2
 #: Lengths of training windows and their frequencies: positions beyond 512 must be learnt too.
 LENGTHS = {512: 0.45, 1024: 0.45, 2048: 0.10}
 WARMUP = 100
@@ -90,10 +90,10 @@ def held_out_windows(modules: dict[str, bytes]) -> list[dict[str, str | int]]:
     return windows
 
 
-def training_stream(modules: dict[str, bytes], seed: int) -> Tensor:
+def training_stream(modules: dict[str, bytes]) -> Tensor:
     """Modules that are not held out, shuffled, each followed by the special token. [tokens] int64"""
     names = [name for name in modules if name not in HELD_OUT]
-    random.Random(seed).shuffle(names)
+    random.Random(SEED).shuffle(names)
     pieces: list[int] = []
     for name in names:
         pieces.extend(modules[name])
@@ -101,16 +101,14 @@ def training_stream(modules: dict[str, bytes], seed: int) -> Tensor:
     return torch.tensor(pieces)
 
 
-def batches(stream: Tensor, batch_tokens: int, seed: int, first_step: int) -> Iterator[Tensor]:
-    """Windows [B, T + 1] at random positions; those of step `n` do not depend on where training resumed."""
+def batches(stream: Tensor) -> Iterator[Tensor]:
+    """Windows [B, T + 1] at random positions."""
     lengths, weights = list(LENGTHS), list(LENGTHS.values())
-    step = first_step
-    while True:
-        draw = random.Random(seed * 1_000_003 + step)
+    for step in itertools.count():
+        draw = random.Random(SEED * 1_000_003 + step)
         length = draw.choices(lengths, weights)[0]
-        starts = [draw.randrange(len(stream) - length) for _ in range(batch_tokens // length)]
+        starts = [draw.randrange(len(stream) - length) for _ in range(BATCH_TOKENS // length)]
         yield torch.stack([stream[start : start + length + 1] for start in starts])
-        step += 1
 
 
 def rate(step: int, steps: int) -> float:
@@ -160,30 +158,14 @@ def optimisers(net: ByteMLA) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tuple[ByteMLA, list[dict]]:
+def train(steps: int, stream: Tensor, texts: list[str]) -> tuple[ByteMLA, list[dict]]:
     """The trained model, and its history."""
-    net = initialise(ByteMLA(ByteMLAConfig()), arguments.seed)
+    net = initialise(ByteMLA(ByteMLAConfig()), SEED)
     steppers = optimisers(net)
-    state_path = arguments.out / "state.pt"
-    first, history = 0, []
-    if arguments.resume:
-        if not state_path.is_file():
-            raise SystemExit(f"{state_path} is missing; leave out --resume to start a new training")
-        state = torch.load(state_path, weights_only=True)
-        for name in ("seed", "batch_tokens"):
-            if state[name] != getattr(arguments, name):
-                raise SystemExit(f"{state_path} was trained with {name} {state[name]}; give the same")
-        if state["step"] > arguments.steps:
-            raise SystemExit(f"{state_path} has done {state['step']} steps; give at least as many as --steps")
-        net.load_state_dict(state["net"])
-        for stepper, stored in zip(steppers, state["steppers"], strict=True):
-            stepper.load_state_dict(stored)
-        first, history = state["step"], state["history"]
+    history: list[dict] = []
     began, running = time.monotonic(), 0.0
-    for step, ids in enumerate(batches(stream, arguments.batch_tokens, arguments.seed, first), first):
-        if step >= arguments.steps:
-            break
-        factor = rate(step, arguments.steps)
+    for step, ids in zip(range(steps), batches(stream), strict=False):
+        factor = rate(step, steps)
         for stepper, peak in zip(steppers, (MUON_LR, ADAM_LR), strict=True):
             stepper.param_groups[0]["lr"] = peak * factor
         with torch.autocast("cpu", torch.bfloat16):
@@ -196,29 +178,15 @@ def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tu
             stepper.zero_grad()
         running = loss.item() if not running else 0.95 * running + 0.05 * loss.item()
         done = step + 1
-        if done % 20 == 0:
-            pace = (time.monotonic() - began) / (done - first)
-            left = pace * (arguments.steps - done) / 60
-            print(
-                f"step {done}/{arguments.steps}  loss {running:.3f}  {pace:.2f} s/step, {left:.0f} min left"
-            )
-        if done % 100 == 0 or done == arguments.steps:
+        if done % 100 == 0 or done == steps:
             perplexity = held_out_perplexity(net, texts)
             history.append({"step": done, "loss": round(running, 4), "held_out_perplexity": perplexity})
-            print(f"step {done}: held-out perplexity {perplexity:.3f} per byte", flush=True)
-            fresh = state_path.with_suffix(".new")
-            torch.save(
-                {
-                    "seed": arguments.seed,
-                    "batch_tokens": arguments.batch_tokens,
-                    "net": net.state_dict(),
-                    "steppers": [stepper.state_dict() for stepper in steppers],
-                    "step": done,
-                    "history": history,
-                },
-                fresh,
+            left = (time.monotonic() - began) / done * (steps - done) / 60
+            print(
+                f"step {done}/{steps}: loss {running:.3f}, held-out perplexity {perplexity:.3f} per byte, "
+                f"{left:.0f} min left",
+                flush=True,
             )
-            fresh.replace(state_path)
     return net, history
 
 
@@ -246,29 +214,23 @@ def card(net: ByteMLA, facts: dict, folder: Path) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/demo-model"))
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
-    if arguments.threads < 1:
-        parser.error("--threads must be at least 1")
-    if arguments.steps < 1 or arguments.batch_tokens < max(LENGTHS):
-        parser.error(f"--steps must be at least 1, --batch-tokens at least {max(LENGTHS)}")
-    torch.set_num_threads(arguments.threads)
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
+    torch.set_num_threads(THREADS)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     modules = sources()
     windows = held_out_windows(modules)
     texts = [str(window["text"]) for window in windows]
-    stream = training_stream(modules, arguments.seed)
+    stream = training_stream(modules)
     print(f"{len(modules)} modules, {len(stream) / 1e6:.1f} MB to train on, {len(texts)} windows held out")
 
-    net, history = train(arguments, stream, texts)
+    net, history = train(arguments.steps, stream, texts)
 
     folder = write_model(arguments.out / "model", net)
     (folder / "held_out.json").write_text(json.dumps(windows, indent=1) + "\n", encoding="ascii")
@@ -278,8 +240,8 @@ def main() -> int:
         "python": platform.python_version(),
         "training_bytes": len(stream),
         "steps": arguments.steps,
-        "batch_tokens": arguments.batch_tokens,
-        "seed": arguments.seed,
+        "batch_tokens": BATCH_TOKENS,
+        "seed": SEED,
         "training_loss": history[-1]["loss"],
         "held_out_windows": len(texts),
         "held_out_repeated_share": round(repeated_share(texts, modules), 4),
@@ -292,8 +254,7 @@ def main() -> int:
     (folder / "README.md").write_text(card(shipped, facts, folder), encoding="utf-8")
     print(json.dumps({k: v for k, v in facts.items() if k != "history"}, indent=1))
     print(f"written to {folder}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

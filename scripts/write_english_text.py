@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the English text that the demo and `scripts.accuracy.llm` score, from this Python's documentation.
 
-    python scripts/write_english_text.py [--out sgl_kvpool/demo/english.txt]
+    python scripts/write_english_text.py
 
 The text has paragraphs of prose of the language reference in the form of `help()` (`pydoc_data.topics`), then
 of the docstrings of the standard library, each once. Python's licence covers them:
@@ -11,7 +11,6 @@ text is from Python 3.11.7.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sysconfig
@@ -22,14 +21,7 @@ from pydoc_data.topics import topics
 OUT = Path(__file__).resolve().parent.parent / "sgl_kvpool" / "demo" / "english.txt"
 #: Excluded modules: without prose, not Python's own, or missing on some systems.
 EXCLUDED = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "pydoc_data",
-    "lib2to3",
-    "turtledemo",
+    *("test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3", "turtledemo"),
 }
 #: Characters of 131 windows of 512 SmolLM2 tokens.
 CHARACTERS = 305_000
@@ -53,14 +45,8 @@ def paragraphs(text: str) -> Iterator[str]:
         line = " ".join(block.split())
         indented = all(piece.startswith("    ") for piece in block.splitlines() if piece.strip())
         plain = sum(character.isalpha() or character in " ,." for character in line)
-        if (
-            not indented
-            and len(line) >= SHORTEST
-            and re.search(r"[.:)]$", line)
-            and plain >= 0.93 * len(line)
-            and "::=" not in line
-            and ">>>" not in line
-        ):
+        is_prose = not indented and plain >= 0.93 * len(line) and "::=" not in line and ">>>" not in line
+        if is_prose and len(line) >= SHORTEST and re.search(r"[.:)]$", line):
             yield line
 
 
@@ -76,14 +62,5 @@ def english() -> str:
     return "\n\n".join(found) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
-    text = english()
-    arguments.out.write_text(text, encoding="utf-8")
-    print(f"{arguments.out}: {len(text)} characters, {text.count(chr(10) * 2) + 1} paragraphs")
-
-
 if __name__ == "__main__":
-    main()
+    OUT.write_text(english(), encoding="utf-8")

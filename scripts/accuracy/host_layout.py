@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity cost of a narrower host tier: text after a prefix that was loaded from the host.
 
-    python -m scripts.accuracy.host_layout [--quick] [--json PATH]
+    python -m scripts.accuracy.host_layout [--json docs/benchmarks/host_layout_cpu.json]
 
 The demo's model is served once per pair of layouts (device, host). Each server gets the first half of
 every held-out window, which the device pool is too small to keep, and then, window by window, a request for
@@ -13,22 +13,19 @@ device.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import platform
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from scripts.bench.sweep import line
+from scripts.kit.outputs import Report, commit, require_writable
 from sgl_kvpool import env
 from sgl_kvpool.demo.measure import Scores, compare_scores
 from sgl_kvpool.demo.model import Window, held_out_windows, model_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, SAME
 
-SCHEMA = 1
 PAIRS = [("bf16", host) for host in HOST_LAYOUTS] + [(device, SAME) for device in HOST_LAYOUTS[1:]]
 DEVICE_TOKENS, PAGE_SIZE, PREFIX_TOKENS = 2048, 64, 512
 
@@ -51,7 +48,7 @@ def ask(server: Server, window: Window) -> tuple[list[float], list[int], int]:
     return [token[0] for token in tokens[1:]], top, (found["cached_tokens_details"] or {}).get("host", 0)
 
 
-def measure(device: str, host: str, windows: list[Window], log: Path) -> tuple[dict, Scores]:
+def measure(device: str, host: str, windows: list[Window], log: Path) -> tuple[dict[str, Any], Scores]:
     """Serve one pair of layouts and ask for all windows."""
     arguments = [
         *cpu_arguments(model_path(), free_port(), max_total_tokens=DEVICE_TOKENS),
@@ -59,21 +56,18 @@ def measure(device: str, host: str, windows: list[Window], log: Path) -> tuple[d
         *("--enable-hierarchical-cache", "--hicache-ratio", "16", "--enable-cache-report"),
         *("--random-seed", "0"),
     ]
+    sampling = {"temperature": 0, "max_new_tokens": 1}
     with Server(arguments, log, {env.PREFILL_READS_ROWS: "1"}) as server:
         for window in windows:
-            server.generate(
-                input_ids=[window.token_ids[:PREFIX_TOKENS]],
-                sampling_params={"temperature": 0, "max_new_tokens": 1},
-            )
+            server.generate(input_ids=[window.token_ids[:PREFIX_TOKENS]], sampling_params=sampling)
         # Each window evicts an earlier one; the last windows may still be on the device.
         answers = [ask(server, window) for window in windows]
         info = server.info()
-    hits = [answer[2] for answer in answers]
-    log_probabilities, top_tokens, _ = (list(column) for column in zip(*answers, strict=True))
+    log_probabilities, top_tokens, hits = (list(column) for column in zip(*answers, strict=True))
     scores = Scores(log_probabilities, top_tokens)
     row = {
-        "device_layout": info["kv_cache_layout"],
-        "host_layout": info["kv_host_layout"],
+        "job": {"device_layout": info["kv_cache_layout"], "host_layout": info["kv_host_layout"]},
+        "status": "measured",
         "windows": len(windows),
         "scored_tokens": sum(map(len, scores.log_probabilities)),
         "host_hit_tokens": sum(hits),
@@ -86,51 +80,24 @@ def measure(device: str, host: str, windows: list[Window], log: Path) -> tuple[d
 def main() -> int:
     """Measure, print, write; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8 windows instead of all")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.touch()  # fails before the measurement
-    windows = held_out_windows()[: 8 if arguments.quick else None]
-
-    results = []
-    reference = None
-    print(
-        f"{'device':16} {'host':16} {'host hits':>10} {'perplexity':>11} {'change':>9} {'+-':>8} "
-        f"{'same top':>9}"
-    )
+    require_writable(parser, arguments.json)
+    facts = {"script": "scripts.accuracy.host_layout", "schema": 2, "commit": commit()}
+    facts |= {"prefix_tokens": PREFIX_TOKENS, "page_size_tokens": PAGE_SIZE}
+    report, reference = Report(arguments.json, facts), None
     with tempfile.TemporaryDirectory() as folder:
         for device, host in PAIRS:
-            row, scores = measure(device, host, windows, Path(folder) / f"{device}-{host}.log")
+            row, scores = measure(device, host, held_out_windows(), Path(folder) / f"{device}-{host}.log")
             reference = reference or scores
-            difference = compare_scores(scores, reference)
-            results.append({**row, "difference": dataclasses.asdict(difference)})
-            print(
-                f"{row['device_layout']:16} {row['host_layout']:16} {row['host_hit_tokens']:10} "
-                f"{row['perplexity']:11.4f} {difference.perplexity_change:+9.3%} "
-                f"{difference.standard_error:8.3%} {difference.same_top_token:9.2%}",
-                flush=True,
-            )
-    if arguments.json:
-        report = {
-            "schema": SCHEMA,
-            "script": "scripts/accuracy/host_layout.py",
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "prefix_tokens": PREFIX_TOKENS,
-            "page_size_tokens": PAGE_SIZE,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            row["difference"] = vars(compare_scores(scores, reference))
+            report.add(row)
+            print(line(row), flush=True)
     # A prefix that was recomputed or found on the device does not test the host's rows.
-    missed = [
-        f"{row['device_layout']}/{row['host_layout']}" for row in results if row["windows_without_a_hit"] > 4
-    ]
+    missed = [row["job"] for row in report.rows if row["windows_without_a_hit"] > 4]
     if missed:
-        print(f"too few hits in the host tier: {', '.join(missed)}")
-        return 1
-    return 0
+        print(f"too few hits in the host tier: {missed}")
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

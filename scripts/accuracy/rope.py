@@ -13,26 +13,23 @@ on one core and needs SGLang.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.accuracy import tables as accuracy_table
+from scripts.accuracy.forms import RANK, Form, sglang_fp4, stored_as
+from scripts.bench.sweep import line
+from scripts.kit.outputs import Report, commit, require_writable
 from sgl_kvpool.demo.checkpoint import read_model
 from sgl_kvpool.demo.measure import Scores, compare_scores
 from sgl_kvpool.demo.model import held_out_windows, model_path
 from sgl_kvpool.demo.net import ByteMLA, CausalRows
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-SCHEMA = 1
 #: Windows per batch.
 BATCH = 4
-
-Form = Callable[[Tensor], Tensor]
 
 
 def bfloat16(values: Tensor) -> Tensor:
@@ -54,8 +51,8 @@ def padded(form: Form, columns: int) -> Form:
 #: Forms by their names in the table.
 FORMS: dict[str, Form] = {
     "bf16": bfloat16,
-    "e2m1, ue5m3 (`fp4`)": padded(accuracy_table.stored_as(MLAKVCacheLayout.FP4), accuracy_table.RANK),
-    "e2m1, E8M0 (`fp4_mx_block16`)": accuracy_table.sglang_fp4,
+    "e2m1, ue5m3 (`fp4`)": padded(stored_as(MLAKVCacheLayout.FP4), RANK),
+    "e2m1, E8M0 (`fp4_mx_block16`)": sglang_fp4,
 }
 BF16, OURS, SGLANG = FORMS
 #: Forms of the latent and of the rotary values. The first case is the reference of the others.
@@ -99,44 +96,25 @@ def scores(net: ByteMLA, attend: CausalRows, windows: list[list[int]]) -> Scores
     return Scores(found, top)
 
 
-def measure(windows: list[list[int]]) -> Iterator[dict]:
-    """Results of all cases, in their order."""
-    net = read_model(model_path())
-    reference = None
-    for latent, rotary in CASES:
-        ours = scores(net, StoredRows(net, FORMS[latent], FORMS[rotary]), windows)
-        reference = reference or ours
-        difference = compare_scores(ours, reference)
-        yield {
-            "latent": latent,
-            "rotary": rotary,
-            "perplexity": ours.perplexity,
-            "difference": None if ours is reference else vars(difference),
-        }
-
-
 def main() -> None:
+    """Score the cases, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
     arguments = parser.parse_args()
     windows = [window.token_ids for window in held_out_windows()]
-    results = []
-    for result in measure(windows):
-        results.append(result)
-        text = f"{result['latent']:32} {result['rotary']:32} {result['perplexity']:.4f}"
-        if (change := result["difference"]) is not None:
-            percent = (100 * change[name] for name in ("perplexity_change", "standard_error"))
-            text += "  {:+.3f} % ({:.3f})".format(*percent)
-        print(text, flush=True)
-    if arguments.json:
-        facts = {
-            "schema": SCHEMA,
-            "script": "scripts/accuracy/rope.py",
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "scored_tokens": sum(len(window) - 1 for window in windows),
-        }
-        arguments.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    scored = sum(len(window) - 1 for window in windows)
+    require_writable(parser, arguments.json)
+    facts = {"script": "scripts.accuracy.rope", "schema": 2, "commit": commit(), "scored_tokens": scored}
+    report = Report(arguments.json, {**facts, "torch": torch.__version__})
+    net, reference = read_model(model_path()), None
+    for latent, rotary in CASES:
+        found = scores(net, StoredRows(net, FORMS[latent], FORMS[rotary]), windows)
+        difference = None if reference is None else vars(compare_scores(found, reference))
+        reference = reference or found
+        row: dict[str, Any] = {"job": {"latent": latent, "rotary": rotary}, "status": "measured"}
+        row |= {"perplexity": found.perplexity, "difference": difference}
+        report.add(row)
+        print(line(row), flush=True)
 
 
 if __name__ == "__main__":

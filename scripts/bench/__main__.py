@@ -11,17 +11,17 @@ from sgl_kvpool.commands.waiting import no_gpu, progress
 
 __all__ = ["BENCHMARKS", "main"]
 
-#: Module of each benchmark, with `main(argv, prog)`.
+#: Module and class of each benchmark.
 BENCHMARKS = {
-    "codec": "scripts.bench.codec",
-    "attention": "scripts.bench.attention.program",
-    "transfer": "scripts.bench.transfer",
-    "rates": "scripts.bench.rates.program",
-    "tiles": "scripts.bench.tiles.program",
-    "host_attention": "scripts.bench.host_attention",
+    "codec": "scripts.bench.codec:Codec",
+    "attention": "scripts.bench.attention.benchmark:Attention",
+    "transfer": "scripts.bench.transfer:Transfers",
+    "rates": "scripts.bench.rates.measure:Rates",
+    "tiles": "scripts.bench.tiles.benchmark:Tiles",
+    "host_attention": "scripts.bench.host_attention:HostAttention",
 }
-#: Benchmarks that run on a GPU unless --device says otherwise; `rates` has no --device.
-_ON_A_GPU = ("attention", "rates", "tiles")
+#: Benchmarks that run on a GPU unless --device says otherwise, and those of them with a dry run on a CPU.
+_ON_A_GPU, _DRY_RUNS = ("attention", "rates", "tiles"), ("attention", "tiles")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     known.add_argument("--device", default="cuda" if name in _ON_A_GPU else "cpu")
     device = known.parse_known_args(rest)[0].device
     if device == "cuda" and not {"-h", "--help"} & set(rest) and (problem := no_gpu()) is not None:
-        instead = "; --device cpu is a dry run" if name in ("attention", "tiles") else ""
+        instead = "; --device cpu is a dry run" if name in _DRY_RUNS else ""
         known.exit(2, f"{known.prog}: error: {problem}{instead}\n")
     with progress(f"bench {name}: importing torch"):
-        program = importlib.import_module(BENCHMARKS[name])
-    return program.main(rest, prog=known.prog)
+        module, _, kind = BENCHMARKS[name].partition(":")
+        found = getattr(importlib.import_module(module), kind)
+        sweep = importlib.import_module("scripts.bench.sweep")
+    return sweep.main(found, rest, known.prog)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,64 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from scripts.bench.measurements import is_ours, what
+from scripts.bench.sweep import Skipped, verdict
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.connectors.cross_layer import LayerPages
 from sgl_kvpool.layout import Encoding
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
+from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
 from sgl_kvpool.transfer.gpu_engine import PageBuffer, gpu_calls
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer, host_view
+from sgl_kvpool.transfer.slots import DevicePages, Transfer, host_view
 
-__all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
+__all__ = ["LAYERS", "PAGES", "PAGE_SIZE", "Gpu", "GpuTransfers", "caches", "cases", "targets"]
 
+LAYERS, PAGE_SIZE = 61, 64
 PAGES = (16, 64, 256, 1024)
 ROUNDS = 7
-#: Shortest runs with which the copy engine is measured: a call for 1024 pages of token-major rows would
-#: submit four million copies of 0.5 us each.
-SHORTEST_RUN_BYTES = 4096
+#: SGLang's backends, each with its label of a host pool's layout.
+_SGLANG = {"kernel": "page_first", "direct": "page_first_direct"}
 #: Calls in sequence without a wait, for the back-to-back rate.
 IN_A_ROW = 4
+
+
+def caches(
+    arrangement: KVArrangement,
+    pages: int,
+    page_bytes: int,
+    device: torch.device | str = "cpu",
+    layer_count: int = LAYERS,
+    page_size: int = PAGE_SIZE,
+) -> CanonicalKVCaches:
+    """Byte view of layers in memory that has been touched."""
+    if not arrangement.has_contiguous_layers:
+        members = [
+            LayerPages(
+                name=i, page_bytes=page_bytes, backend="bench", page_size_tokens=page_size, content="bytes"
+            )
+            for i in range(layer_count)
+        ]
+        groups = allocate_cross_layer([members], pages=pages, arrangement=arrangement, device=device)
+        groups[0].tensor.fill_(1)
+        return as_canonical(groups, ["kv"])
+    tensors, layers = TensorList(), []
+    for layer in range(layer_count):
+        index = tensors.add(torch.ones(pages, page_bytes, dtype=torch.int8, device=device))
+        runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=page_bytes)
+        layers.append(LayerReference(layer_id=layer, part="kv", runs=runs, content="bytes"))
+    group = CanonicalGroup(name="kv", layers=tuple(layers), num_pages=pages, page_size_tokens=page_size)
+    return CanonicalKVCaches(tuple(tensors.tensors), (group,))
 
 
 class Timed(NamedTuple):
@@ -102,94 +137,166 @@ def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
     )
 
 
-def lists_of(pages: int, available: int, scattered: bool, page_size: int, device: torch.device):
-    """Device pages (as slots) and host pages of one transfer."""
-    order = np.random.default_rng(0).permutation(available) if scattered else np.arange(available)
-    slots = torch.from_numpy(order[:pages].astype(np.int64))[:, None] * page_size + torch.arange(page_size)
-    return DevicePages(slots.view(-1).to(device), page_size), order[::-1][:pages].copy()
+def page_counts(quick: bool) -> tuple[int, ...]:
+    """Pages of one transfer."""
+    return PAGES[:2] if quick else PAGES
 
 
-def loads(engine: Any, layers: int) -> Callable[[Any, Any], None]:
-    """A whole load, layer by layer, as SGLang requests it."""
+def cases(shapes: Sequence[dict[str, Any]], *, quick: bool) -> list[dict[str, Any]]:
+    """All engines, page counts and both orders for each shape of a pool; then SGLang's backends.
 
-    def load(host: np.ndarray, device: Pages) -> None:
-        transfer = Transfer(host, device, to_host=False)
-        for part in range(layers):
-            engine.copy(transfer, part)
+    The copy engine neither converts nor moves single rows: a call for 1024 pages of token-major rows would
+    submit four million copies of 0.5 us each.
+    """
+    found: list[dict[str, Any]] = []
+    for shape in shapes:
+        shape = {"host_layout": shape["layout"], "arrangement": "layer_major", **shape}
+        long_runs = shape["host_layout"] == shape["layout"] and shape["arrangement"] != "token_major"
+        found += [
+            {**shape, "engine": engine, "pages": pages, "scattered": scattered}
+            for engine in GPU_ENGINES
+            if engine != "copy_engine" or long_runs
+            for pages in page_counts(quick)
+            for scattered in (True, False)
+        ]
+    return found + [
+        {"runner": f"sglang {io_backend}", "pages": pages}
+        for io_backend in _SGLANG
+        for pages in page_counts(quick)
+    ]
 
-    return load
+
+class _Shape:
+    """A pool and a pinned page-major host tier, and an engine's two directions."""
+
+    def __init__(self, gpu: Gpu, case: dict[str, Any], layers: int, page_size: int, available: int) -> None:
+        own, other = (MLAKVCacheLayout(case[name]).row_format(512, 64) for name in ("layout", "host_layout"))
+        arrangement = KVArrangement(case["arrangement"])
+        device = caches(arrangement, available, page_size * own.row_bytes, gpu.device, layers, page_size)
+        (group,) = device.groups
+        self.page_bytes = layers * page_size * other.row_bytes
+        self.memory = gpu.pinned(available, self.page_bytes)
+        conversion, content = None, None
+        if own != other:
+            conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
+            content = other.tag
+        host = host_view(self.memory, group, range(layers), page_size, other, content)
+        plans = (
+            TransferPlan(device, host, "kv", conversion),
+            TransferPlan(host, device, "kv", conversion and conversion.reversed()),
+        )
+        self.flat = torch.zeros(self.page_bytes * available, dtype=torch.uint8, device=gpu.device)
+        self.run_bytes = min(run.run_bytes for run in plans[0].copy_runs)
+        self.kind: Any = GPU_ENGINES[case["engine"]]
+        self.store, self.load = (
+            self.kind(plan, gpu.tools(self.page_bytes), to_host)
+            for plan, to_host in zip(plans, (True, False), strict=True)
+        )
 
 
-def measure_shape(
-    gpu: Gpu,
-    make_caches: Callable[..., Any],
-    layout: MLAKVCacheLayout,
-    host_layout: MLAKVCacheLayout,
-    arrangement: KVArrangement,
-    *,
-    layers: int,
-    page_size: int,
-    page_counts: Sequence[int] = PAGES,
-    engines: Sequence[str] = tuple(GPU_ENGINES),
-) -> list[dict]:
-    """Results of one pair of layouts and one arrangement, for all engines, page counts and both orders."""
-    own, other = (name.row_format(512, 64) for name in (layout, host_layout))
-    available = max(page_counts)
-    device = make_caches(arrangement, available, page_size * own.row_bytes, gpu.device)
-    (group,) = device.groups
-    page_bytes = layers * page_size * other.row_bytes
-    memory = gpu.pinned(available, page_bytes)
-    conversion = None
-    if own != other:
-        conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
-    content = None if conversion is None else other.tag
-    host = host_view(memory, group, range(layers), page_size, other, content)
-    plans = (
-        TransferPlan(device, host, "kv", conversion),
-        TransferPlan(host, device, "kv", conversion and conversion.reversed()),
-    )
-    flat = torch.zeros(page_bytes * available, dtype=torch.uint8, device=gpu.device)
-    run_bytes = min(run.run_bytes for run in plans[0].copy_runs)
-    results = []
-    for name in engines:
-        if name == "copy_engine" and (conversion is not None or run_bytes < SHORTEST_RUN_BYTES):
-            continue
-        engine: Any = GPU_ENGINES[name]
-        store = engine(plans[0], gpu.tools(page_bytes), True)
-        load = loads(engine(plans[1], gpu.tools(page_bytes), False), layers)
-        for pages in page_counts:
-            # The peer copies as many contiguous bytes as cross the link.
-            there, here = memory.view(-1)[: pages * page_bytes], flat[: pages * page_bytes]
-            peers = {
-                "to_host": lambda t=there, h=here: t.copy_(h, non_blocking=True),
-                "to_device": lambda t=there, h=here: h.copy_(t, non_blocking=True),
-            }
-            for scattered in (True, False):
-                on_device, on_host = lists_of(pages, available, scattered, page_size, gpu.device)
-                if engine.wants_page_indices:  # as the host tier does, outside of SGLang's transfer stream
-                    on_device = on_device.page_indices()
-                calls = {
-                    "to_host": lambda d=on_device, h=on_host, s=store: s.copy(Transfer(h, d, to_host=True)),
-                    "to_device": lambda d=on_device, h=on_host, f=load: f(h, d),
-                }
-                row: dict[str, Any] = {
-                    "layout": layout.value,
-                    "host_layout": host_layout.value,
-                    "arrangement": str(arrangement),
-                    "engine": name,
-                    "pages": pages,
-                    "scattered": scattered,
-                    "run_bytes": run_bytes,
-                    "moved_bytes": pages * page_bytes,
-                }
-                for direction, call in calls.items():
-                    row |= _against(gpu, direction, call, peers[direction], pages * page_bytes)
-                both = median(gpu, *calls.values()).until_done
-                peers_both = median(gpu, *peers.values()).until_done
-                row["both_of_pinned_copies"] = round(peers_both / both, 3)
-                row["device_bytes_per_moved"] = round(own.row_bytes / other.row_bytes, 3)
-                results.append(row)
-    return results
+class GpuTransfers:
+    """Cases on a GPU.
+
+    `kept`: `Benchmark.kept`, with which consecutive cases share a pool.
+    """
+
+    def __init__(
+        self, gpu: Gpu, kept: Callable[[Any, Callable[[], Any]], Any], *, quick: bool,
+        layers: int = LAYERS, page_size: int = PAGE_SIZE,
+    ) -> None:  # fmt: skip
+        self.gpu, self.kept, self.layers, self.page_size = gpu, kept, layers, page_size
+        self.available = max(page_counts(quick))
+
+    def measure(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Rates of an engine, or of SGLang's host pool, in both directions."""
+        if "runner" in case:
+            io_backend = case["runner"].removeprefix("sglang ")
+            if find_spec("sglang") is None:
+                raise Skipped("SGLang is not installed")
+            pool, host = self.kept(io_backend, partial(self._sglang_pools, io_backend))
+            return self._measure_sglang(pool, host, io_backend, case["pages"])
+        key = tuple(case[name] for name in ("layout", "host_layout", "arrangement", "engine"))
+        make = partial(_Shape, self.gpu, case, self.layers, self.page_size, self.available)
+        return self._measure_engine(self.kept(key, make), case)
+
+    def _measure_engine(self, shape: _Shape, case: dict[str, Any]) -> dict[str, Any]:
+        moved = case["pages"] * shape.page_bytes
+        # The peer copies as many contiguous bytes as cross the link.
+        there, here = shape.memory.view(-1)[:moved], shape.flat[:moved]
+        on_device: Any
+        on_device, on_host = self._lists(case["pages"], case["scattered"])
+        if shape.kind.wants_page_indices:  # as the host tier does, outside of SGLang's transfer stream
+            on_device = on_device.page_indices()
+
+        def load() -> None:
+            """A whole load, layer by layer, as SGLang requests it."""
+            transfer = Transfer(on_host, on_device, to_host=False)
+            for part in range(self.layers):
+                shape.load.copy(transfer, part)
+
+        calls = {
+            "to_host": lambda: shape.store.copy(Transfer(on_host, on_device, to_host=True)),
+            "to_device": load,
+        }
+        peers = {
+            "to_host": lambda: there.copy_(here, non_blocking=True),
+            "to_device": lambda: here.copy_(there, non_blocking=True),
+        }
+        row: dict[str, Any] = {"run_bytes": shape.run_bytes, "moved_bytes": moved}
+        for direction, call in calls.items():
+            row |= _against(self.gpu, direction, call, peers[direction], moved)
+        return row
+
+    def _lists(self, pages: int, scattered: bool) -> tuple[DevicePages, np.ndarray]:
+        """Device pages (as slots) and host pages of one transfer."""
+        every = np.arange(self.available)
+        order = np.random.default_rng(0).permutation(every) if scattered else every
+        first = torch.from_numpy(order[:pages].astype(np.int64))[:, None] * self.page_size
+        slots = (first + torch.arange(self.page_size)).view(-1).to(self.gpu.device)
+        return DevicePages(slots, self.page_size), order[::-1][:pages].copy()
+
+    def _sglang_pools(self, io_backend: str) -> tuple[Any, Any]:
+        """A pool and a host pool of SGLang, `bf16` rows."""
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+        from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+        pool = MLATokenToKVPool(
+            size=self.available * self.page_size, page_size=self.page_size, dtype=torch.bfloat16,
+            kv_lora_rank=512, qk_rope_head_dim=64, layer_num=self.layers, device=str(self.gpu.device),
+            enable_memory_saver=False,
+        )  # fmt: skip
+        host = MLATokenToKVPoolHost(
+            pool.get_device_pool_infos()[0].buffer_info, 1.0, 0, self.page_size, _SGLANG[io_backend],
+            device_capacity_tokens=pool.size, start_layer=0, end_layer=self.layers,
+            target_layer_num=self.layers,
+        )  # fmt: skip
+        return pool, host
+
+    def _measure_sglang(self, pool: Any, host: Any, io_backend: str, pages: int) -> dict[str, Any]:
+        lists, numbers = self._lists(pages, scattered=True)
+        slots = torch.from_numpy(numbers)[:, None] * self.page_size + torch.arange(self.page_size)
+        on_host = slots.view(-1)
+        # Indices as cache_controller.move_indices and _move_write_operation pass them.
+        direct = io_backend == "direct"
+        device = lists.slots.cpu() if direct else lists.slots
+        load_host = on_host if direct else on_host.to(self.gpu.device)
+        store_host = on_host if direct or host.can_use_write_back_jit else load_host
+        row_bytes = MLAKVCacheLayout.BF16.row_format(512, 64).row_bytes
+        moved = pages * self.layers * self.page_size * row_bytes
+        pinned = host.kv_buffer.view(-1).view(torch.uint8)[:moved]
+        flat = torch.zeros(moved, dtype=torch.uint8, device=self.gpu.device)
+
+        def load() -> None:
+            for layer in range(self.layers):
+                host.load_to_device_per_layer(pool, load_host, device, layer, io_backend)
+
+        def store() -> None:
+            host.backup_from_device_all_layer(pool, store_host, device, io_backend)
+
+        row: dict[str, Any] = {"moved_bytes": moved}
+        row |= _against(self.gpu, "to_host", store, lambda: pinned.copy_(flat, non_blocking=True), moved)
+        row |= _against(self.gpu, "to_device", load, lambda: flat.copy_(pinned, non_blocking=True), moved)
+        return row
 
 
 def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_bytes: int) -> dict:
@@ -207,87 +314,9 @@ def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_byt
         f"{direction}_submit_us": round(submit * 1e6, 1),
         f"{direction}_solo_of_pinned_copy": round(peer_solo / solo, 3),
         f"{direction}_of_pinned_copy": round(peer_in_a_row / in_a_row, 3),
-        f"{direction}_link_gb_per_s": round(moved_bytes * IN_A_ROW / peer_in_a_row / 1e9, 2),
+        f"link_{direction}_gb_per_s": round(moved_bytes * IN_A_ROW / peer_in_a_row / 1e9, 2),
         f"{direction}_model_step_ratio": round(beside / alone, 3),
     }
-
-
-#: Failures of SGLang's host pool that do not end the benchmark: code that does not compile or load, memory
-#: that is missing or not pinned, rejected sizes, arguments of another version. Earlier results are kept.
-#: Other exceptions, such as KeyboardInterrupt and SystemExit, end the benchmark.
-_PEER_FAILURES = (
-    *(ImportError, RuntimeError, OSError, MemoryError, ValueError, AssertionError),
-    *(TypeError, AttributeError),
-)
-
-
-def measure_peers(gpu: Gpu, *, layers: int, page_size: int, page_counts: Sequence[int] = PAGES) -> list[dict]:
-    """Results of SGLang's own host pool (kernel and direct backends, `bf16` rows); empty without SGLang.
-
-    A backend that fails gives one row, with the reason as "failed" instead of numbers.
-    """
-    if find_spec("sglang") is None:
-        return []
-    results = []
-    for io_backend, label in (("kernel", "page_first"), ("direct", "page_first_direct")):
-        try:
-            results += _measure_backend(gpu, io_backend, label, layers, page_size, page_counts)
-        except _PEER_FAILURES as error:
-            reason = f"{type(error).__name__}: {error}"
-            results.append({"peer": f"sglang {io_backend}", "failed": reason[:500]})
-    return results
-
-
-def _measure_backend(
-    gpu: Gpu, io_backend: str, label: str, layers: int, page_size: int, page_counts: Sequence[int]
-) -> list[dict]:
-    """Results of a pool and a host pool of SGLang with one backend."""
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-    pages = max(page_counts) + 1
-    pool = MLATokenToKVPool(
-        size=(pages - 1) * page_size, page_size=page_size, dtype=torch.bfloat16, kv_lora_rank=512,
-        qk_rope_head_dim=64, layer_num=layers, device=str(gpu.device), enable_memory_saver=False,
-    )  # fmt: skip
-    host = MLATokenToKVPoolHost(
-        pool.get_device_pool_infos()[0].buffer_info, 1.0, 0, page_size, label,
-        device_capacity_tokens=pool.size, start_layer=0, end_layer=layers, target_layer_num=layers,
-    )  # fmt: skip
-    try:
-        return [_measure_peer(gpu, pool, host, io_backend, count, pages - 1, layers) for count in page_counts]
-    finally:
-        host.destroy()
-
-
-def _measure_peer(
-    gpu: Gpu, pool: Any, host: Any, io_backend: str, count: int, available: int, layers: int
-) -> dict:
-    """Result of SGLang's host pool with one backend and one page count, in both directions."""
-    page_size = host.page_size
-    lists, numbers = lists_of(count, available, True, page_size, gpu.device)
-    slots = torch.from_numpy(numbers)[:, None] * page_size + torch.arange(page_size)
-    on_host = slots.view(-1)
-    # Indices as cache_controller.move_indices and _move_write_operation pass them.
-    direct = io_backend == "direct"
-    device = lists.slots.cpu() if direct else lists.slots
-    load_host = on_host if direct else on_host.to(gpu.device)
-    store_host = on_host if direct or host.can_use_write_back_jit else load_host
-    moved = count * layers * page_size * MLAKVCacheLayout.BF16.row_format(512, 64).row_bytes
-    pinned = host.kv_buffer.view(-1).view(torch.uint8)[:moved]
-    flat = torch.zeros(moved, dtype=torch.uint8, device=gpu.device)
-
-    def load() -> None:
-        for layer in range(layers):
-            host.load_to_device_per_layer(pool, load_host, device, layer, io_backend)
-
-    def store() -> None:
-        host.backup_from_device_all_layer(pool, store_host, device, io_backend)
-
-    row = {"peer": f"sglang {io_backend}", "pages": count, "moved_bytes": moved}
-    row |= _against(gpu, "to_host", store, lambda: pinned.copy_(flat, non_blocking=True), moved)
-    row |= _against(gpu, "to_device", load, lambda: flat.copy_(pinned, non_blocking=True), moved)
-    return row
 
 
 #: Targets: share of a pinned copy, multiple of a pinned copy in bytes of BF16, CPU time per transfer and per
@@ -296,45 +325,45 @@ _OF_COPY, _TRANSCODED, _SUBMIT_US, _SUBMIT_US_PER_RUN = 0.95, 2.2, 200.0, 0.7
 _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 
 
-def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
-    """Names of the missed targets.
+def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Targets of every measured engine, both ways.
 
     From 256 pages on: without conversion, 95 % of a pinned copy for `staged`, and for `copy_engine` with long
     runs; for `staged` from BF16 to FP4, 2.2 times a pinned copy, in bytes of BF16. For layouts of
-    SGLang's own pools, `staged` without conversion must not be slower than SGLang's best backend; if a
-    backend was not measured, this target is missed too. The CPU time to submit has a limit too.
+    SGLang's own pools, `staged` without conversion must not be slower than SGLang's best backend. The CPU
+    time to submit has a limit too.
     """
-    found = [] if peers else ["staged beside SGLang's backends: not measured, SGLang is not installed"]
-    found += [f"staged beside {p['peer']}: not measured, {p['failed']}" for p in peers if "failed" in p]
-    peers = [p for p in peers if "failed" not in p]
-    for row in rows:
-        layouts = f"{row['layout']}/{row['host_layout']}"
-        name = f"{row['engine']} {layouts} {row['arrangement']} {row['pages']} pages"
+    measured = [row for row in rows if row["status"] == "measured"]
+    sglang = [row for row in measured if not is_ours(row["job"])]
+    found = []
+    for row in (row for row in measured if is_ours(row["job"])):
         for direction in ("to_host", "to_device"):
-            best = [p[f"{direction}_of_pinned_copy"] for p in peers if p["pages"] == row["pages"]]
-            found += [f"{name} {direction}: {what}" for what in _missed_by(row, direction, best)]
+            peers = [p for p in sglang if p["job"]["pages"] == row["job"]["pages"]]
+            best = max((p[f"{direction}_of_pinned_copy"] for p in peers), default=None)
+            found += _of_row(row, direction, best)
     return found
 
 
-def _missed_by(row: dict, direction: str, sglang: list[float]) -> list[str]:
-    """Targets that a row misses in a direction; `sglang`: rates of SGLang's backends for as many pages."""
-    rate, submit = row[f"{direction}_of_pinned_copy"], row[f"{direction}_submit_us"]
-    converts, many = row["layout"] != row["host_layout"], row["pages"] >= _MANY_PAGES
-    staged, batch = row["engine"] == "staged", row["engine"] == "copy_engine"
-    found = []
-    gated = staged or (batch and row["run_bytes"] >= _LONG_RUN_BYTES)
-    if gated and many and not converts and rate < _OF_COPY:
-        found.append(f"{rate} of a pinned copy")
-    device, host = (MLAKVCacheLayout(row[name]) for name in ("layout", "host_layout"))
-    if staged and not converts and device.is_sglang_native and rate < max(sglang, default=0.0):
-        found.append(f"{rate} of a pinned copy, SGLang's best {max(sglang)}")
-    in_bf16 = rate * row["device_bytes_per_moved"]
-    to_fp4 = not device.is_narrow and host.latent.values is Encoding.E2M1
-    if staged and many and to_fp4 and in_bf16 < _TRANSCODED:
-        found.append(f"{in_bf16:.2f} of a pinned copy in bytes of bf16")
-    if not batch and row["pages"] == max(PAGES) and submit > _SUBMIT_US:
-        found.append(f"{submit} us to submit")
-    runs = row["moved_bytes"] / row["run_bytes"]
-    if batch and row["scattered"] and submit / runs > _SUBMIT_US_PER_RUN:
-        found.append(f"{submit / runs:.2f} us per run")
+def _of_row(row: dict[str, Any], direction: str, sglang: float | None) -> list[dict[str, Any]]:
+    """Targets of a row in a direction; `sglang`: rate of SGLang's best backend for as many pages."""
+    case, rate, submit = row["job"], row[f"{direction}_of_pinned_copy"], row[f"{direction}_submit_us"]
+    device, host = (MLAKVCacheLayout(case[name]).row_format(512, 64) for name in ("layout", "host_layout"))
+    converts, many = device != host, case["pages"] >= _MANY_PAGES
+    staged, batch = case["engine"] == "staged", case["engine"] == "copy_engine"
+    name, found = f"{what(case)} {direction}", []
+    if (staged or (batch and row["run_bytes"] >= _LONG_RUN_BYTES)) and many and not converts:
+        found.append(verdict(name, f"at least {_OF_COPY} of a pinned copy", rate, rate >= _OF_COPY))
+    if staged and not converts and device.layout.is_sglang_native:
+        passed = None if sglang is None else rate >= sglang
+        found.append(verdict(name, "no slower than SGLang's best backend", rate, passed, f"SGLang {sglang}"))
+    if staged and many and not device.layout.is_narrow and host.layout.latent.values is Encoding.E2M1:
+        in_bf16 = rate * device.row_bytes / host.row_bytes
+        need = f"at least {_TRANSCODED} of a pinned copy in bytes of bf16"
+        found.append(verdict(name, need, in_bf16, in_bf16 >= _TRANSCODED))
+    if not batch and case["pages"] == max(PAGES):
+        found.append(verdict(name, f"at most {_SUBMIT_US:g} us to submit", submit, submit <= _SUBMIT_US))
+    if batch and case["scattered"]:
+        of_a_run = submit / (row["moved_bytes"] / row["run_bytes"])
+        need = f"at most {_SUBMIT_US_PER_RUN} us to submit a run"
+        found.append(verdict(name, need, of_a_run, of_a_run <= _SUBMIT_US_PER_RUN))
     return found

@@ -7,7 +7,7 @@ conflicts. FlashMLA's kernels are counted in the installed wheel (`flashmla_cost
 
 `--json` writes a list of objects, one per layout, kernel and number of query heads. `--write` puts them into
 ``scripts/bench/attention/tile_costs.json``, and the table made of them into
-``docs/attention.md``; `--check` fails if these differ. `--try` counts a tile that is not in the table.
+``docs/attention.md``. `--try` counts a tile that is not in the table.
 """
 
 from __future__ import annotations
@@ -166,15 +166,12 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
         low, high = (f"{expected:.1f}" for expected in found["expected_g_rows_per_s"]["H100"])
         expected = low if low == high else f"{low}-{high}"
         cells[found["layout"], kernel, found["heads"]] = f"{limit:.1f} ({expected})"
-    lines = [
-        f"| layout | kernel | {' | '.join(f'{heads} heads' for heads in HEADS)} |",
-        "|---" * (2 + len(HEADS)) + "|",
+    rows = [
+        [f"`{layout}`", kernel, *(cells.get((layout, kernel, heads), "") for heads in HEADS)]
+        for layout in (layout.value for layout in MLAKVCacheLayout)
+        for kernel in dict.fromkeys(kernel for name, kernel, _ in cells if name == layout)
     ]
-    for layout in (layout.value for layout in MLAKVCacheLayout):
-        for kernel in dict.fromkeys(kernel for name, kernel, _ in cells if name == layout):
-            row = " | ".join(cells.get((layout, kernel, heads), "") for heads in HEADS)
-            lines.append(f"| `{layout}` | {kernel} | {row} |")
-    return "\n".join(lines)
+    return page_tables.markdown(["layout", "kernel", *(f"{heads} heads" for heads in HEADS)], rows)
 
 
 def page_of(costs: list[dict[str, Any]], text: str) -> str:
@@ -187,7 +184,7 @@ def text_of(costs: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(json.dumps(found) for found in costs) + "\n]\n"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     layouts = [layout.value for layout in MLAKVCacheLayout]
@@ -205,14 +202,12 @@ def main() -> int:
     parser.add_argument(
         "--late", type=int, default=0, help="register_parts of the tile, for --try with the Gluon kernel (0)"
     )
-    page_tables.add_arguments(parser, PAGE)
+    parser.add_argument("--write", action="store_true", help="write the counts and the page's table")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter does not compile")
-    if (arguments.write or arguments.check) and (
-        arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts
-    ):
-        parser.error("--write and --check are for all counts: leave out --layouts, --heads and --try")
+    if arguments.write and (arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts):
+        parser.error("--write is for all counts: leave out --layouts, --heads and --try")
     if min(arguments.heads) < 1:
         parser.error(f"--heads {min(arguments.heads)} is below 1")
     if shutil.which("g++") is None:
@@ -234,21 +229,12 @@ def main() -> int:
         costs = counted(wanted, arguments.heads)
     if arguments.json:
         replace_file(arguments.json, text_of(costs))
-    new = {TILE_COSTS: text_of(costs)}
-    if arguments.write or arguments.check:
-        new[PAGE] = page_of(costs, PAGE.read_text())
     if arguments.write:
-        for path, text in new.items():
-            path.write_text(text)
-    elif arguments.check:
-        stale = [path for path, text in new.items() if path.read_text() != text]
-        for path in stale:
-            print(f"{path} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
-        return int(bool(stale))
+        TILE_COSTS.write_text(text_of(costs))
+        PAGE.write_text(page_of(costs, PAGE.read_text()))
     elif not arguments.json:
         print(text_of(costs), end="")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw `docs/rows.svg`, a row of every layout to scale, and `docs/tokens.svg`, the tokens of README's table.
 
-    python -m scripts.figures.draw_rows --write | --check
+    python -m scripts.figures.draw_rows --write
 
 Rows come from `sgl_kvpool.layout`, the only dependency; tests compare README's table with `sgl-kvpool plan`.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from pathlib import Path
 
 from scripts import ROOT
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat, Segment
@@ -132,21 +130,9 @@ def _svg(width: float, height: float, title: str, head: str, lines: list[str]) -
 PICTURES = {ROOT / "docs" / "rows.svg": rows_picture, ROOT / "docs" / "tokens.svg": tokens_picture}
 
 
-def main() -> int:
-    """Write or compare the pictures; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--write", action="store_true", help="write the files in docs")
-    wanted.add_argument("--check", action="store_true", help="compare the results with the files")
-    arguments = parser.parse_args()
-    stale = [path for path, draw in PICTURES.items() if not path.exists() or path.read_text() != draw()]
-    for path in stale:
-        if arguments.write:
-            path.write_text(PICTURES[path]())
-        else:
-            print(f"{path} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
-    return int(bool(stale) and arguments.check)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", required=True, help="write the files in docs")
+    parser.parse_args()
+    for path, draw in PICTURES.items():
+        path.write_text(draw())

@@ -1,12 +1,9 @@
-#!/usr/bin/env python3
 """Clocks per row of every unit of a Hopper multiprocessor, counted in a kernel's main loop.
 
-    loop_costs.py FILE --rows 64 --warps 4 [--loop LABEL,LABEL] [--kernel NAME] [--box-bytes 8192]
-
-FILE is text of `nvdisasm -c -hex`. If the warps of a program have roles, each role has a loop of its own, and
-these loops are counted together: the innermost loops with wgmma instructions, and the largest loop outside of
-them that copies to shared memory and waits on an mbarrier. --loop names other loops. The result is the number
-of clocks per row for which each unit is busy if it runs alone. The largest is a lower bound, not a forecast:
+The code is text of `nvdisasm -c -hex`. If the warps of a program have roles, each role has a loop of its
+own, and these loops are counted together: the innermost loops with wgmma instructions, and the largest loop
+outside of them that copies to shared memory and waits on an mbarrier. The result is the number of clocks per
+row for which each unit is busy if it runs alone. The largest is a lower bound, not a forecast:
 units overlap only if programs or warp groups are in different phases, latencies are not counted, and
 instructions under a predicate count as executed.
 
@@ -20,18 +17,15 @@ conversions (a GPU is faster at some conversions); 32 of shuffles; 128 bytes of 
 multiply-adds of bf16 (4096 of 8 bits). A wgmma reads B from shared memory each time, and A unless that is in
 registers. Loads from global memory and spills go through the same L1 cache and its 128 bytes per clock. A
 store to another multiprocessor's shared memory (STAS) counts twice: the peer sends as many. The bytes that a
-bulk copy (UTMALDG) writes are not in the code: --box-bytes. Neither are bank conflicts, which
+bulk copy (UTMALDG) writes are not in the code: `box_bytes`. Neither are bank conflicts, which
 `attention_facts.py` adds.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["Costs", "Instruction", "Loop", "costs", "kernels", "loops", "role_loops"]
@@ -110,7 +104,6 @@ class Costs:
     `stall_clk`: Clocks per row of the role with the most stalls.
     `draining_waits`, `scoreboard_waits`: Waits of one warp of each role per iteration: until no product is in
       flight, and for scoreboards.
-    `operations`: Number of instructions of one warp of each role, by name.
     """
 
     warp_instructions: float
@@ -118,7 +111,6 @@ class Costs:
     stall_clk: float
     draining_waits: int
     scoreboard_waits: int
-    operations: Counter[str]
 
 
 def kernels(text: str) -> dict[str, str]:
@@ -183,7 +175,7 @@ def role_loops(text: str) -> list[Loop]:
     products = [loop for loop in found if loop.products]
     roles = [loop for loop in products if not any(loop.contains(other) for other in products)]
     if not roles:
-        raise ValueError("no loop with HGMMA in this code; name one with --loop")
+        raise ValueError("no loop with HGMMA in this code")
     loaders = [loop for loop in found if loop.is_loader and not any(role.contains(loop) for role in roles)]
     inner = [loop for loop in loaders if not any(loop.contains(other) for other in loaders)]
     return roles + sorted(inner, key=lambda loop: len(loop.instructions))[-1:]
@@ -216,13 +208,11 @@ def costs(
     `programs`: Programs of a multiprocessor, whose stalls pass at the same time.
     `box_bytes`: Bytes that a UTMALDG, which one thread of a program issues, writes to shared memory.
     """
-    operations: Counter[str] = Counter()
     shared = spills = loads = multiply_adds = 0.0
     drains = 0
     instructions = [instruction for role in roles for instruction in role]
     for instruction in instructions:
         operation, name = instruction.operation, instruction.name
-        operations[name] += 1
         if name in ("HGMMA", "QGMMA", "IGMMA"):
             read, products = _wgmma(_PREDICATE.sub("", instruction.text), operation)
             shared += read
@@ -245,7 +235,10 @@ def costs(
         elif operation.startswith("WARPGROUP.DEPBAR") and instruction.text.endswith("0x0"):
             drains += 1
     per_row = warps / rows
-    lanes = {unit: _WARP * sum(operations[name] for name in names) for unit, names in _UNITS.items()}
+    lanes = {
+        unit: _WARP * sum(instruction.name in names for instruction in instructions)
+        for unit, names in _UNITS.items()
+    }
     clk = {
         "issue": len(instructions) / _ISSUED,
         **{unit: count / _LANES[unit] for unit, count in lanes.items()},
@@ -260,52 +253,4 @@ def costs(
         max(sum(instruction.stall_clk for instruction in role) for role in roles) / rows / programs,
         drains,
         sum(instruction.waits > 0 for instruction in instructions),
-        operations,
     )
-
-
-def _named(text: str, labels: Sequence[str]) -> list[Loop]:
-    found = {loop.label: loop for loop in loops(text)}
-    missing = [label for label in labels if label not in found]
-    if missing:
-        raise ValueError(f"no loop begins at {', '.join(missing)}; loops begin at {', '.join(found)}")
-    return [found[label] for label in labels]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--rows", type=int, required=True, help="rows of one iteration")
-    parser.add_argument("--warps", type=int, required=True, help="warps of a program that run each loop")
-    parser.add_argument("--programs", type=int, default=1, help="programs of a multiprocessor (1)")
-    parser.add_argument("--box-bytes", type=int, default=0, help="bytes of a bulk copy")
-    parser.add_argument("--kernel", help="part of the name of one kernel in FILE")
-    parser.add_argument("--loop", help="labels, separated by commas")
-    arguments = parser.parse_args()
-    sizes = (arguments.rows, arguments.warps, arguments.programs)
-    if min(sizes) < 1:
-        parser.error(f"--rows, --warps and --programs must be 1 or more, not {sizes}")
-    try:
-        text = arguments.file.read_text()
-        if arguments.kernel:
-            (text,) = (code for name, code in kernels(text).items() if arguments.kernel in name)
-        chosen = _named(text, arguments.loop.split(",")) if arguments.loop else role_loops(text)
-        roles = [loop.instructions for loop in chosen]
-        found = costs(roles, *sizes[:2], programs=arguments.programs, box_bytes=arguments.box_bytes)
-    except (OSError, ValueError) as error:
-        parser.error(f"{arguments.file}: {error}")
-    for loop in chosen:
-        stalls = sum(instruction.stall_clk for instruction in loop.instructions)
-        print(f"{loop.label}: {len(loop.instructions)} instructions, {stalls} stall clocks")
-    print(", ".join(f"{count} {name}" for name, count in found.operations.most_common(24)))
-    print(f"{found.warp_instructions:.1f} warp instructions per row", end=", ")
-    print(f"{found.draining_waits} draining waits, {found.scoreboard_waits} waits for scoreboards")
-    for unit, clk in sorted(found.clk.items(), key=lambda item: -item[1]):
-        print(f"{unit:8} {clk:6.1f} clk per row")
-    print(f"stalls   {found.stall_clk:6.1f} clk per row")
-
-
-if __name__ == "__main__":
-    main()

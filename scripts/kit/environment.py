@@ -18,13 +18,14 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.kit.outputs import commit
+from sgl_kvpool import __version__
 from sgl_kvpool.commands.machine import processor
 
-__all__ = ["Machine", "driver_facts", "facts_of", "find_machine", "on_path", "sources_sha256"]
+__all__ = ["OPTIONAL_MODULES", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
 
 _PACKAGES = (
-    *("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
-    *("tilelang", "transformers", "sgl-kvpool"),
+    *("triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
+    *("tilelang", "transformers"),
 )
 _SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
 #: Fields of nvidia-smi, with present and highest clocks.
@@ -44,11 +45,15 @@ _DRIVER_S = 60.0
 _ASK_TORCH = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-properties = [torch.cuda.get_device_properties(i) for i in range(count)]
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
-    "gpus": [{"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory}
-             for p in properties]}))
+    "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
+    "capability": torch.cuda.get_device_capability() if count else None}))
 """
+#: Modules that steps may require or compare with.
+OPTIONAL_MODULES = (
+    *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
+    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,9 @@ class Machine:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Reason why a requirement of `needs` is not met; None if all are met.
 
-        Needs are "gpu", "gpus:N", "plugin", "fa3" or the name of a module.
+        Needs are "gpu", "gpus:N", "plugin" or the name of a module.
         """
-        for need in needs:
-            reason = self._missing(need)
-            if reason is not None:
-                return reason
-        return None
+        return next(filter(None, map(self._missing, needs)), None)
 
     def _missing(self, need: str) -> str | None:
         if need == "gpu":
@@ -88,24 +89,13 @@ class Machine:
         if need == "plugin":
             found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
             return None if self.has_plugin else found
-        if need == "fa3":
-            return None if self.has_fa3 else "sgl_kernel lacks flash_ops (FlashAttention-3)"
         return None if need in self.modules else f"{need} is not installed"
-
-
-#: Modules that steps may require or compare with.
-OPTIONAL_MODULES = (
-    *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
-    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla"),
-)
 
 
 def on_path() -> dict[str, str]:
     """This process's environment, with the repository first on PYTHONPATH."""
-    found = dict(os.environ)
-    before = found.get("PYTHONPATH")
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
-    return found
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def find_machine() -> Machine:
@@ -120,38 +110,34 @@ def find_machine() -> Machine:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"{sys.executable} cannot import torch, which every step needs: {last}")
     facts = json.loads(done.stdout.strip().splitlines()[-1])
-    modules = frozenset(name for name in OPTIONAL_MODULES if importlib.util.find_spec(name) is not None)
-    plugins = {one.name for one in metadata.entry_points(group="sglang.srt.plugins")}
+    kernels = importlib.util.find_spec("sgl_kernel")
+    folder = Path(kernels.submodule_search_locations[0]) if kernels else None  # type: ignore[index]
     return Machine(
-        gpus=tuple(gpu["name"] for gpu in facts["gpus"]),
-        modules=modules,
-        has_plugin="sgl_kvpool" in plugins,
-        has_fa3=_has_file("sgl_kernel", "flash_ops*"),
+        gpus=tuple(facts["gpus"]),
+        modules=frozenset(name for name in OPTIONAL_MODULES if importlib.util.find_spec(name) is not None),
+        has_plugin="sgl_kvpool" in {one.name for one in metadata.entry_points(group="sglang.srt.plugins")},
+        has_fa3=folder is not None and any(folder.glob("flash_ops*")),
         facts=facts,
     )
 
 
-def _has_file(package: str, pattern: str) -> bool:
-    found = importlib.util.find_spec(package)
-    return found is not None and any(Path(found.submodule_search_locations[0]).glob(pattern))  # type: ignore[index]
-
-
 def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
     """Fields of the first line of results: date, commit, machine and versions."""
+    ours = {"torch": machine.facts.get("torch"), "sgl-kvpool": __version__}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": argv,
-        **_commit(),
+        "commit": commit(),
         "sources_sha256": sources_sha256(),
         "gpu": machine.gpus[0] if machine.gpus else None,
         "gpu_count": len(machine.gpus),
-        "capability": machine.facts["gpus"][0]["capability"] if machine.facts.get("gpus") else None,
+        "capability": machine.facts.get("capability"),
         "gpus": driver_facts(),
         "cuda": machine.facts.get("cuda"),
         "cpu": processor(),
         "cpu_cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {**{name: _version(name) for name in _PACKAGES}, "torch": machine.facts.get("torch")},
+        "versions": {**{name: _version(name) for name in _PACKAGES}, **ours},
         "modules": sorted(machine.modules),
     }
 
@@ -171,27 +157,16 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        if package != "sgl-kvpool":
-            return None
-        from sgl_kvpool import __version__
-
-        return f"{__version__} (not installed)"
+        return None
 
 
-def _commit() -> dict[str, Any]:
-    """Commit of this checkout and whether tracked files differ from it; None without git."""
-    found = commit()
-    if found is None:
-        return {"commit": None, "dirty": None}
-    return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
-
-
-def driver_facts() -> list[dict[str, str]]:
-    """The driver's present values for each GPU; empty without nvidia-smi."""
+def driver_facts(gpu: str | None = None) -> list[dict[str, str]]:
+    """The driver's present values for each GPU, or for one by its UUID; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    command += [f"--id={gpu}"] if gpu else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S)
     except subprocess.TimeoutExpired:  # a failed GPU must not lose the results of the run

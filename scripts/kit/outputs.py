@@ -16,11 +16,7 @@ __all__ = ["Report", "commit", "replace_file", "require_writable"]
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
-    """End the program before the measurement if one of the files cannot be written.
-
-    `parser`: Prints usage and reason, and exits with 2.
-    `*paths`: Files, created with their folders if missing; existing content stays. None is skipped.
-    """
+    """End the program, with usage and reason, if one of the files cannot be written; None is skipped."""
     for path in paths:
         if path is None:
             continue
@@ -33,26 +29,12 @@ def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> No
 
 @cache
 def commit() -> str | None:
-    """Commit of this checkout, with "-dirty" after changes; None outside of one.
-
-    A repository that only contains an installed package, for instance in a virtual environment inside its
-    folder, does not count: its commit is not the commit of this code.
-    """
-    own = Path(__file__).resolve().relative_to(ROOT)
-    top = _git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != ROOT or not _git("ls-files", "--", str(own)):
-        return None
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of git for the folder of the package; None if git fails or is not installed."""
+    """Commit of this checkout, with "-dirty" after changes; None in a copy without git."""
     # These variables are set inside a git hook of another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -78,7 +60,7 @@ class Report:
                         f"{path} has results of {name} {kept.get(name)}, not {facts.get(name)}; name "
                         "another file, or leave out --continue"
                     )
-            self.rows = kept["results"]
+            self.rows = [row for row in kept["results"] if row["status"] != "not run"]
         self._jobs = {_key(row["job"]) for row in self.rows}
 
     def has(self, job: Any) -> bool:

@@ -60,16 +60,6 @@ def processes() -> dict[int, tuple[int, int, str]]:
     return found
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        os.kill(pid, number)
-
-
-def _end_with_this_program() -> None:
-    """Runs in the child: end it if this program is killed, so that it does not disturb later runs."""
-    end_with_parent(signal.SIGTERM)
-
-
 def _descendants() -> set[tuple[int, str]]:
     """Id and start time of every live descendant of this process; ids alone are reused."""
     rows, found, parents = processes(), set(), {os.getpid()}
@@ -88,7 +78,8 @@ def _end_descendants(before: set[tuple[int, str]]) -> int:
     count, deadline = len(left), time.monotonic() + 5
     while left and time.monotonic() < deadline:
         for pid, _ in left:
-            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
         left = _descendants() - before
     return count
@@ -112,7 +103,9 @@ def run_command(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_this_program,
+            stderr=subprocess.STDOUT, start_new_session=True,
+            # If this program is killed, the step ends too and does not disturb later runs.
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )  # fmt: skip
     timed_out = False
     try:
@@ -121,12 +114,11 @@ def run_command(
         timed_out = True
     finally:
         # Stop the command, also if Ctrl-C or SIGTERM ended this program's wait.
-        if process.poll() is None:
-            _signal(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=_GRACE_S)
-            except subprocess.TimeoutExpired:
-                _signal(process.pid, signal.SIGKILL)
-                process.wait()
+        process.terminate()
+        try:
+            process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         left_behind = _end_descendants(before)
     return Ended(process.returncode, time.monotonic() - began, timed_out, left_behind)

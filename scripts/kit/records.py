@@ -10,23 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "KINDS",
-    "SCHEMA",
-    "Kind",
-    "Measurement",
-    "Run",
-    "StepRecord",
-    "header",
-    "read_lines",
-    "read_run",
-    "resume",
-    "write_lines",
-    "write_measurements",
-]
+__all__ = ["KINDS", "SCHEMA", "Measurement", "Run", "StepRecord", "read_lines", "read_run", "write_lines"]
 
 #: Schema version of results.jsonl. Increase it when a field or the meaning of a metric changes.
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -40,22 +27,30 @@ class Kind:
 
     relative: float
     absolute: float
-    is_speed: bool
-    why: str
+    is_speed: bool = False
 
 
 KINDS = {
-    "kernel_ratio": Kind(0.05, 0, True, "medians of many launches; the peer is measured in the same run"),
-    "kernel_time": Kind(0.10, 0, True, "clocks and temperature differ from run to run"),
-    "server_ratio": Kind(0.10, 0, True, "few requests; the peer is another server of the same run"),
-    "server_time": Kind(0.20, 0, True, "few requests; Python's scheduling is in the time"),
-    "distance": Kind(0.20, 0.005, False, "log-probabilities; other kernels round differently"),
-    "agreement": Kind(0, 0.02, False, "shares of positions; a tie can fall to either side"),
-    "score": Kind(0, 0.03, False, "shares of some hundred questions"),
-    "count": Kind(0, 0, False, "fewer passing tests or more differing bytes are a regression"),
-    "size": Kind(0.005, 0, False, "bytes and tokens; the free memory of a GPU differs a little"),
-    "target": Kind(0, 0, True, "1 if a target is met, 0 if it is missed; for transfers, the number missed"),
-    "fact": Kind(math.inf, math.inf, False, "reported, never compared"),
+    # Medians of many launches; the peer is measured in the same run.
+    "kernel_ratio": Kind(0.05, 0, is_speed=True),
+    # Clocks and temperature differ from run to run.
+    "kernel_time": Kind(0.10, 0, is_speed=True),
+    # Few requests; the peer is another server of the same run.
+    "server_ratio": Kind(0.10, 0, is_speed=True),
+    # Few requests; Python's scheduling is in the time.
+    "server_time": Kind(0.20, 0, is_speed=True),
+    # Log-probabilities; other kernels round differently.
+    "distance": Kind(0.20, 0.005),
+    # Shares of positions; a tie can fall to either side.
+    "agreement": Kind(0, 0.02),
+    # Fewer passing tests or more differing bytes are a regression.
+    "count": Kind(0, 0),
+    # Bytes and tokens; the free memory of a GPU differs a little.
+    "size": Kind(0.005, 0),
+    # 1 if a target is met, 0 if it is missed.
+    "target": Kind(0, 0, is_speed=True),
+    # Reported, never compared.
+    "fact": Kind(math.inf, math.inf),
 }
 
 BETTER = ("higher", "lower")
@@ -118,9 +113,6 @@ class Measurement:
         note = f" ({self.note})" if self.note else ""
         return f"{self.metric}: {shown}" + (f", limit {' and '.join(limits)}" if limits else "") + note
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
-
     @classmethod
     def from_json(cls, found: Any) -> Measurement:
         """Measurement from a line's object; ValueError for other objects."""
@@ -152,12 +144,14 @@ class StepRecord:
     def is_bad(self) -> bool:
         return self.status not in ("ok", "skipped")
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Lines of results.jsonl: its measurements, then itself."""
-        own = {"schema": SCHEMA, "step": self.name}
-        found = [{"line": "measurement", **own, **one.to_json()} for one in self.measurements]
-        ended = {"status": self.status, "reason": self.reason, "seconds": round(self.seconds, 1)}
-        return [*found, {"line": "step", **own, **ended, "measurements": len(found)}]
+    def as_line(self) -> dict[str, Any]:
+        """Its line of results.jsonl."""
+        return {"line": "step", "schema": SCHEMA, **asdict(self), "seconds": round(self.seconds, 1)}
+
+    @classmethod
+    def from_line(cls, line: dict[str, Any]) -> StepRecord:
+        measured = tuple(Measurement.from_json(one) for one in line["measurements"])
+        return cls(line["name"], line["status"], line["reason"], line["seconds"], measured)
 
 
 @dataclass
@@ -165,27 +159,15 @@ class Run:
     """Content of a results.jsonl.
 
     `facts`: Facts of its first line: machine, versions, commit, options.
-    `is_complete`: Whether the file has its "end" line.
+    `is_complete`: Whether its last line is "end".
     """
 
     facts: dict[str, Any]
     steps: dict[str, StepRecord] = field(default_factory=dict)
     is_complete: bool = False
 
-
-def resume(path: Path) -> Run:
-    """Read a results.jsonl to continue it.
-
-    ValueError: as `read_run`.
-    """
-    run = read_run(path)
-    write_lines(path, [{"line": "resumed", "schema": SCHEMA}])
-    return run
-
-
-def header(facts: dict[str, Any]) -> dict[str, Any]:
-    """The first line of results.jsonl."""
-    return {"line": "run", "schema": SCHEMA, **facts}
+    def first_line(self) -> dict[str, Any]:
+        return {"line": "run", "schema": SCHEMA, **self.facts}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -217,13 +199,8 @@ def read_lines(path: Path) -> list[Any]:
     return found
 
 
-def write_measurements(folder: Path, measurements: Iterable[Measurement]) -> None:
-    """Append to measurements.jsonl in a step's folder."""
-    write_lines(folder / "measurements.jsonl", (one.to_json() for one in measurements))
-
-
 def read_run(path: Path) -> Run:
-    """Read a results.jsonl.
+    """Read a results.jsonl; of a step with several lines the last counts.
 
     ValueError: if the file is not a results.jsonl, or has another schema version.
     """
@@ -236,20 +213,6 @@ def read_run(path: Path) -> Run:
             f"{path} has schema {', '.join(map(str, schemas))}, this program reads {SCHEMA}: run the "
             "regression again at the old commit with this program, or compare with the program of that commit"
         )
-    run = Run({name: value for name, value in lines[0].items() if name not in ("line", "schema")})
-    pending: dict[str, list[Measurement]] = {}
-    for line in lines[1:]:
-        if line["line"] == "measurement":
-            pending.setdefault(line["step"], []).append(Measurement.from_json(line))
-        elif line["line"] == "step":
-            name = line["step"]
-            run.steps[name] = StepRecord(
-                name, line["status"], line["reason"], line["seconds"], tuple(pending.pop(name, ()))
-            )
-        elif line["line"] == "end":
-            run.is_complete = True
-        elif line["line"] == "resumed":
-            # A step without its last line was interrupted, and is run again.
-            pending.clear()
-            run.is_complete = False
-    return run
+    facts = {name: value for name, value in lines[0].items() if name not in ("line", "schema")}
+    steps = {line["name"]: StepRecord.from_line(line) for line in lines if line["line"] == "step"}
+    return Run(facts, steps, lines[-1]["line"] == "end")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from scripts import ROOT
 from scripts.kit.environment import Machine, on_path
 from scripts.kit.processes import Ended, run_command
 from scripts.kit.records import Measurement, StepRecord
+from scripts.kit.workers import signal_name
 
 __all__ = ["Interrupted", "Step", "in_words", "run_steps", "signals_interrupt"]
 
@@ -30,9 +32,8 @@ class Interrupted(BaseException):
 class Step:
     """One step of a run.
 
-    `name`: Name of the step and of its folder.
-    `what`: Description in one line, for --list.
-    `command`: Command; "{folder}" in a word is the step's folder.
+    `name`, `what`: Name of the step and of its folder, and a description in one line, for --list.
+    `command`: "{folder}" in a word is the step's folder.
     `limit_s`: Time limit. Except in first light it is several times the expected duration, so that only a
       step that hangs reaches it.
     `parse`: Function from its folder to its measurements, at least one of which must have a value; it raises
@@ -45,7 +46,7 @@ class Step:
       steps.
     `environment`: Variables added to those of this process.
     `without`: Reason why it cannot run on this machine; empty if it can.
-    `expected_s`: Measured or estimated duration; 0 if unknown.
+    `expected_s`: Estimated duration; 0 if unknown.
     """
 
     name: str
@@ -103,12 +104,9 @@ def run_steps(
     ended: Callable[[StepRecord], None],
     say: Callable[[str], None],
 ) -> list[StepRecord]:
-    """Run steps in order.
+    """Run steps, each after the steps that it requires; one with unmet needs is skipped.
 
-    `steps`: Steps, each after the steps that it requires.
-    `machine`: This machine; a step with unmet needs is skipped.
     `out`: Folder for one folder per step, and `logs`.
-    `time_limit_scale`: Factor of every step's limit.
     `minutes`: Time limit of all steps together; then the running step is ended and the others are skipped.
     `ended`: Called with each record immediately, so that an interruption does not lose it.
     `say`: Called with text for the terminal, including line breaks.
@@ -176,43 +174,31 @@ def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
     # Measurements are kept also after a failure.
     try:
         measurements, unreadable = tuple(step.parse(folder) if step.parse else ()), ""
-        _check_names(measurements)
+        twice = [name for name, count in Counter(one.metric for one in measurements).items() if count > 1]
+        if twice:  # comparisons look values up by names
+            raise ValueError(f"{twice[0]!r} was measured twice")
         if step.parse and all(one.value is None for one in measurements):
             unreadable = f"nothing was measured{f': {measurements[0].note}' if measurements else ''}"
     except (ValueError, KeyError, TypeError, OSError) as error:
         measurements, unreadable = (), f"its results cannot be read: {type(error).__name__}: {error}"
-    status, reason = _verdict(ended, limit_s, left_s, measurements, unreadable, log)
+    cut = f"its limit of {limit_s:.0f} s" if limit_s <= left_s else "the end of --minutes"
+    status, reason = _verdict(ended, cut, measurements, unreadable, log)
     return StepRecord(step.name, status, reason, ended.seconds, measurements)
 
 
-def _check_names(measurements: Sequence[Measurement]) -> None:
-    """Check that metric names are unique, since comparisons look values up by them."""
-    seen: set[str] = set()
-    for one in measurements:
-        if one.metric in seen:
-            raise ValueError(f"{one.metric!r} was measured twice")
-        seen.add(one.metric)
-
-
 def _verdict(
-    ended: Ended,
-    limit_s: float,
-    left_s: float,
-    measurements: Sequence[Measurement],
-    unreadable: str,
-    log: Path,
+    ended: Ended, cut: str, measurements: Sequence[Measurement], unreadable: str, log: Path
 ) -> tuple[str, str]:
-    """Status and reason of a step that was started."""
+    """Status and reason of a step that was started; `cut`: what ends it if it lasts too long."""
     reasons = []
     failing = [one.verdict for one in measurements if one.passed is False]
     if failing:
         more = f"; and {len(failing) - 3} more" if len(failing) > 3 else ""
         reasons.append("; ".join(failing[:3]) + more)
     if ended.timed_out:
-        cut = f"its limit of {limit_s:.0f} s" if limit_s <= left_s else "the end of --minutes"
         return "timed out", "; ".join([f"ended at {cut}", *reasons])
     if ended.returncode < 0:
-        reasons.insert(0, f"killed by {_signal_name(-ended.returncode)}")
+        reasons.insert(0, f"killed by {signal_name(-ended.returncode)}")
     elif ended.returncode > 0 and not reasons:
         reasons.append(f"exit status {ended.returncode}: {last_line(log)}")
     elif ended.returncode == 0 and unreadable:
@@ -222,14 +208,7 @@ def _verdict(
     return ("failed", "; ".join(reasons)) if reasons else ("ok", "")
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def last_line(log: Path) -> str:
-    """The last non-empty line of a log; for a log without text, a note about that."""
+    """The last non-empty line of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-8000:].splitlines() if line.strip()]
     return lines[-1][:500] if lines else "its log is empty"

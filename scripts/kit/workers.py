@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts import ROOT
+from scripts.kit.environment import on_path
 from sgl_kvpool.commands.waiting import Answers
 
-__all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs"]
+__all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs", "signal_name"]
 
 #: PR_SET_PDEATHSIG of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
@@ -54,6 +54,13 @@ def cuda_is_broken() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Jobs:
@@ -99,50 +106,44 @@ class _Ended(Exception):
 
 
 class _Worker:
-    """A worker process."""
+    """A worker process, which imports this package from the same place as this process."""
 
     def __init__(self, command: Sequence[str], start_limit_s: float) -> None:
-        # The worker imports this package from the same place as this process.
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=on_path()
         )
-        self._buffer = b""
-        self.hello = self._read(start_limit_s, "before its first job")["hello"]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out, self._buffer = self._process.stdin, self._process.stdout, b""
+        self.hello = self._read(start_limit_s, " before its first job")["hello"]
 
     def run(self, job: Any, limit_s: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; its last output or exit status is read below
+        # If it has ended, its last output or exit status is read below.
+        with contextlib.suppress(BrokenPipeError):
+            self._in.write(json.dumps(job).encode() + b"\n")
+            self._in.flush()
         return self._read(limit_s, "")
 
     def close(self) -> None:
         """Tell the worker that there are no more jobs."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the worker has ended already
-            self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._in.close()
         try:
             self._process.wait(_ENDING_S)
         except subprocess.TimeoutExpired:
             self._kill()
-        self._process.stdout.close()
+        self._out.close()
 
     def _read(self, limit_s: float, when: str) -> dict[str, Any]:
-        assert self._process.stdout is not None
         end = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select([self._out], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 self._kill()
-                raise _Ended(f"hung: killed after {limit_s:g} s {when}".rstrip())
-            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                raise _Ended(f"hung: killed after {limit_s:g} s{when}")
+            chunk = os.read(self._out.fileno(), 1 << 16)
             if not chunk:
-                raise _Ended(f"its process {self._how_it_ended()} {when}".rstrip())
+                raise _Ended(f"its process {self._how_it_ended()}{when}")
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
@@ -160,37 +161,34 @@ class _Worker:
         except subprocess.TimeoutExpired:  # it still runs, with its output closed
             self._kill()
             return "closed its output"
-        if status >= 0:
-            return f"ended with exit status {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
+        return f"ended with exit status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 class _Crew:
-    """Workers, one per thread, and the remaining jobs."""
+    """Workers, one per thread, and the remaining jobs. See `run_jobs`."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        jobs: Sequence[Any] | Callable[[Any], Sequence[Any]],
-        start_limit_s: float,
-        job_limit_s: float,
-        ended: Callable[[Outcome], Sequence[Any] | None],
-    ) -> None:
-        self.command, self.start_limit_s, self.job_limit_s = command, start_limit_s, job_limit_s
-        self._ended, self._lock = ended, threading.Lock()
-        self._plan = jobs if callable(jobs) else None
+    def __init__(self, command, jobs, ended, start_limit_s: float, job_limit_s: float, end: float) -> None:
+        self._command, self._ended, self._end = command, ended, end
+        self._start_limit_s, self._job_limit_s = start_limit_s, job_limit_s
+        self._plan: Callable[[Any], Sequence[Any]] | None = jobs if callable(jobs) else None
         self._left: deque[Any] | None = None if callable(jobs) else deque(jobs)
+        self._lock = threading.Lock()
         self.errors: list[BaseException] = []
         self.reason = ""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether untaken jobs remain; true before the first worker's `hello`."""
+        return self._left is None or bool(self._left)
 
     def work(self) -> None:
         """Body of one thread: run a worker, and replace it whenever it has ended."""
         worker, failed = None, 0
         try:
             while failed < _FAILED_STARTS and not self.errors and self.is_unfinished:
+                if time.monotonic() >= self._end:
+                    self.reason = ""
+                    break
                 try:
                     worker = worker or self._start()
                 except (_Ended, OSError) as error:
@@ -201,7 +199,9 @@ class _Crew:
                     if not self._left:
                         break
                     job = self._left.popleft()
-                worker = self._one(worker, job)
+                if not self._run(worker, job):
+                    worker.close()
+                    worker = None
         except BaseException as error:  # raised again by `run_jobs`, in the program's own thread
             self.errors.append(error)
         finally:
@@ -209,33 +209,25 @@ class _Crew:
                 worker.close()
 
     def _start(self) -> _Worker:
-        worker = _Worker(self.command, self.start_limit_s)
+        worker = _Worker(self._command, self._start_limit_s)
         with self._lock:
             if self._left is None and self._plan is not None:
                 self._left = deque(self._plan(worker.hello))
         return worker
 
-    def _one(self, worker: _Worker, job: Any) -> _Worker | None:
-        """Run a job; returns the worker if it can be used again."""
-        began = time.monotonic()
+    def _run(self, worker: _Worker, job: Any) -> bool:
+        """Run a job; returns whether the worker can be used again."""
+        began, usable, value, failure = time.monotonic(), False, None, ""
         try:
-            answer = worker.run(job, self.job_limit_s)
-            outcome = Outcome(job, answer["value"], "", time.monotonic() - began)
-            usable = answer["usable"]
+            answer = worker.run(job, self._job_limit_s)
+            usable, value = answer["usable"], answer["value"]
         except _Ended as error:
-            outcome, usable = Outcome(job, None, str(error), time.monotonic() - began), False
+            failure = str(error)
         with self._lock:
             assert self._left is not None
-            self._left.extendleft(reversed(self._ended(outcome) or ()))
-        if usable:
-            return worker
-        worker.close()
-        return None
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether untaken jobs remain; true before the first worker's `hello`."""
-        return self._left is None or bool(self._left)
+            more = self._ended(Outcome(job, value, failure, time.monotonic() - began))
+            self._left.extendleft(reversed(more or ()))
+        return usable
 
 
 def run_jobs(
@@ -246,6 +238,7 @@ def run_jobs(
     workers: int = 1,
     start_limit_s: float = 120.0,
     job_limit_s: float = 60.0,
+    end: float = float("inf"),
 ) -> str:
     """Run jobs in worker processes.
 
@@ -254,9 +247,10 @@ def run_jobs(
     `ended`: Called with the `Outcome` of each job when it ends, one call at a time; it returns jobs that are
       run before the others.
     `start_limit_s`, `job_limit_s`: Limits after which a worker is killed.
-    Returns: reason why jobs were not run: no worker could be started. Empty if all were run.
+    `end`: Time of `time.monotonic` from which no job is begun.
+    Returns: reason why jobs were not run: no worker could be started. Empty if all were run, or at `end`.
     """
-    crew = _Crew(command, jobs, start_limit_s, job_limit_s, ended)
+    crew = _Crew(command, jobs, ended, start_limit_s, job_limit_s, end)
     count = workers if callable(jobs) else min(workers, len(jobs))
     threads = [threading.Thread(target=crew.work, daemon=True) for _ in range(count)]
     for thread in threads:

@@ -6,11 +6,10 @@ A step whose measurements exceed them fails. records.py has the margins between 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding, check_complete
 
-__all__ = ["BASELINE", "LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
+__all__ = ["BASELINE", "LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "Limits"]
 
 #: Layout of SGLang's own rows. Servers of the other layouts are compared with its server.
 BASELINE = MLAKVCacheLayout.BF16.value
@@ -32,10 +31,7 @@ class Limits:
     same_top: float
 
 
-_Margins = TypeVar("_Margins")
-
-
-def _by_layout(table: str, by_latent: dict[SegmentEncoding, _Margins]) -> dict[str, _Margins]:
+def _by_layout(table: str, by_latent: dict[SegmentEncoding, Limits]) -> dict[str, Limits]:
     """Margins by layout, from margins by latent encoding; RuntimeError if the table lacks one."""
     check_complete(
         [layout for layout in MLAKVCacheLayout if layout.latent in by_latent],
@@ -117,24 +113,3 @@ SAME_TOKENS = 1.0
 #: With sparse attention the order of top-k is not deterministic, so sums have no fixed order. If two tokens
 #: are equally likely, the following tokens of that prompt differ (tests/gpu/test_dsa_server_gpu.py).
 SAME_TOKENS_SPARSE = 0.8
-
-
-@dataclass(frozen=True)
-class ScoreLimits:
-    """How far a score may be below its peer's in the same run, as shares of questions."""
-
-    gsm8k: float
-    retrieval: float
-
-
-#: 500 questions at 90 % have a standard error of 1.3 points; since both servers answer the same questions,
-#: that of their difference is smaller. FP4's published losses on maths are around two points.
-SCORES = _by_layout(
-    "SCORES",
-    {
-        _E.BF16: ScoreLimits(0.02, 0.05),
-        _E.E4M3_BY_K_SCALE: ScoreLimits(0.03, 0.10),
-        _E.E4M3_IN_TILES: ScoreLimits(0.02, 0.05),
-        _E.E2M1_IN_BLOCKS: ScoreLimits(0.05, 0.10),
-    },
-)

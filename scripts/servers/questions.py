@@ -1,8 +1,7 @@
-"""Requests to a running server: log-probabilities, hits on device and host, throughput."""
+"""Requests to a running server: hits on device and host, throughput."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,86 +12,11 @@ from typing import Any
 from scripts.servers.shapes import PAGE_SIZE
 from sgl_kvpool.demo.server import Server
 
-__all__ = [
-    "Hits",
-    "Scored",
-    "full_hit",
-    "prompt_fields",
-    "score",
-    "throughput",
-    "wait_for_hits",
-]
+__all__ = ["Hits", "full_hit", "throughput", "wait_for_hits"]
 
 ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 #: Tokens generated after hits, to check the rows that were found.
 _AFTER_HIT = 16
-
-
-def _flat(lists: list[list[Any]]) -> list[Any]:
-    return [value for values in lists for value in values]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Teacher-forced predictions of prompts: each position from the text before it.
-
-    `token_ids`: Predicted tokens: all tokens of each prompt but the first.
-    `log_probabilities`: Log-probabilities of these tokens.
-    `top_tokens`: Most probable token at each position.
-    """
-
-    token_ids: list[list[int]]
-    log_probabilities: list[list[float]]
-    top_tokens: list[list[int]]
-
-    def distance(self, other: Scored) -> float:
-        """Mean absolute difference of log-probabilities, nats."""
-        self._check(other)
-        pairs = zip(_flat(self.log_probabilities), _flat(other.log_probabilities), strict=True)
-        return statistics.fmean(abs(a - b) for a, b in pairs)
-
-    def same_top(self, other: Scored) -> float:
-        """Share of positions at which both have the same most probable token."""
-        self._check(other)
-        pairs = zip(_flat(self.top_tokens), _flat(other.top_tokens), strict=True)
-        return statistics.fmean(a == b for a, b in pairs)
-
-    def perplexity(self) -> float:
-        return math.exp(-statistics.fmean(_flat(self.log_probabilities)))
-
-    def _check(self, other: Scored) -> None:
-        if self.token_ids != other.token_ids:
-            raise ValueError("two servers got different prompts: delete the output folder and run again")
-
-
-def prompt_fields(prompt: list[int] | str) -> dict[str, Any]:
-    """Fields of a request for a prompt of tokens or of text."""
-    return {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
-
-
-def score(server: Server, prompts: Sequence[list[int] | str]) -> Scored:
-    """Score prompts, with one request each.
-
-    ValueError: if the server scored other tokens than were sent, or a log-probability is not finite.
-    """
-    scored = Scored([], [], [])
-    for prompt in prompts:
-        answer = server.generate(
-            **prompt_fields(prompt), sampling_params=ONE_TOKEN, return_logprob=True, logprob_start_len=0,
-            top_logprobs_num=1,
-        )["meta_info"]  # fmt: skip
-        # The first token has no log-probability.
-        scored_tokens = answer["input_token_logprobs"][1:]
-        ids = [token for _, token, *_ in scored_tokens]
-        if not isinstance(prompt, str) and ids != list(prompt[1:]):
-            raise ValueError("the server scored other tokens than were sent")
-        values = [value for value, *_ in scored_tokens]
-        if not values or not all(isinstance(value, float) and math.isfinite(value) for value in values):
-            raise ValueError("the server answered log-probabilities that are not finite numbers")
-        scored.token_ids.append(ids)
-        scored.log_probabilities.append(values)
-        scored.top_tokens.append([best[0][1] for best in answer["input_top_logprobs"][1:]])
-    return scored
 
 
 @dataclass(frozen=True)
@@ -122,8 +46,6 @@ def wait_for_hits(
     server: Server, prompts: Sequence[list[int]], warm_up: list[int], fillers: Sequence[list[int]]
 ) -> Hits:
     """Time the first token of prompts: cold, repeated, and once more after other prompts have evicted them.
-
-    A time is that of a whole HTTP request for one token; the prompt is sent as tokens.
 
     `server`: Running server, with --enable-cache-report if `fillers` are given.
     `prompts`: Prompts that differ from the first token on.

@@ -10,30 +10,16 @@ from scripts.kit.records import StepRecord
 
 __all__ = ["text"]
 
-_COLUMNS = {
-    "log-p to stock": "distance of log-probabilities to stock",
-    "to bf16": "distance of log-probabilities to bf16",
-    "same top": "same top token as bf16",
-    "tokens/s": "throughput",
-    "x stock": "throughput, ratio to stock",
-    "cold ms": "time to first token, cold",
-    "device": "time to first token, device hit",
-    "host": "time to first token, host hit",
-    "bytes": "bytes per token and layer",
-    "pool": "tokens in the pool",
-    "GSM8K": "GSM8K",
-}
 #: Most lines of failed tests, of faster splits, and of a step's numbers; results.jsonl has all.
 _MOST_TESTS, _MOST_SPLITS, _MOST_NUMBERS = 20, 12, 40
-_NO_GPU = "without a GPU: times say nothing about a GPU, and a tile table must not be committed"
+_NO_GPU = "without a GPU: no kernel was checked, times mean nothing, a tile table must not be committed"
 
 
 def text(
     facts: dict[str, Any],
     records: Sequence[StepRecord],
-    *,
-    failed_tests: Sequence[dict[str, Any]] = (),
-    tile_table: dict[str, Any] | None = None,
+    failed_tests: Sequence[dict[str, Any]],
+    tile_table: dict[str, Any] | None,
 ) -> str:
     """The text, which ends with a line break.
 
@@ -48,7 +34,6 @@ def text(
         *_section("WRONG", _wrong(records, failed_tests, table["wrong"])),
         *_section("NOT KNOWN", _not_known(records)),
         *(_table(tile_table) if tile_table else ()),
-        *_section("SERVERS", _servers(records)),
         *_section("TARGETS of speed, which do not fail the run", _targets(records)),
         *_section("NUMBERS", _numbers(records)),
     ]
@@ -68,9 +53,7 @@ def _head(facts: dict[str, Any], records: Sequence[StepRecord]) -> Iterator[str]
         f"{facts.get('gpu') or 'no GPU'}, driver {now.get('driver', 'unknown')}, "
         f"torch {versions.get('torch')}, triton {versions.get('triton')}, {facts.get('date')}"
     )
-    dirty = " with uncommitted changes" if facts.get("dirty") else ""
-    sources = str(facts.get("sources_sha256"))[:12]
-    yield f"commit {facts.get('commit') or 'unknown'}{dirty}, sources {sources}"
+    yield f"commit {facts.get('commit') or 'unknown'}, sources {str(facts.get('sources_sha256'))[:12]}"
     if facts.get("gpu") is None:
         yield _NO_GPU
     else:
@@ -116,17 +99,6 @@ def _table(table: dict[str, Any]) -> Iterator[str]:
         yield from (f"    {line}" for line in table["splits"][:_MOST_SPLITS])
 
 
-def _servers(records: Sequence[StepRecord]) -> Iterator[str]:
-    rows = []
-    for record in records:
-        values = {one.metric: one.value for one in record.measurements if one.value is not None}
-        if "start of the server" in values:
-            shown = [f"{values[m]:.4g}" if m in values else "" for m in _COLUMNS.values()]
-            rows.append((record.name, shown))
-    for name, shown in [("", list(_COLUMNS)), *rows] if rows else ():
-        yield f"{name:34} " + " ".join(f"{word:>14}" for word in shown)
-
-
 def _targets(records: Sequence[StepRecord]) -> Iterator[str]:
     for one in (one for record in records for one in record.measurements if one.kind == "target"):
         state, _, note = one.note.partition("; ")
@@ -134,13 +106,9 @@ def _targets(records: Sequence[StepRecord]) -> Iterator[str]:
 
 
 def _numbers(records: Sequence[StepRecord]) -> Iterator[str]:
-    """Limited tests and counts, and what is measured, of every step but sweeps of tiles and servers."""
+    """What every step has measured; of sweeps of tiles the last lines alone."""
     for record in records:
-        shown = [
-            one.verdict
-            for one in record.measurements
-            if one.value is not None and one.kind in ("count", "fact", "kernel_ratio", "kernel_time")
-        ]
+        shown = [one.verdict for one in record.measurements if one.value is not None and one.kind != "target"]
         most = 3 if record.name.startswith("tiles-") else _MOST_NUMBERS
         yield f"{record.name}, {record.seconds:.0f} s"
         yield from (f"  {line}" for line in shown[-most:])

@@ -1,18 +1,43 @@
-"""Requests to a server, and its answers for later comparisons, as JSON between processes."""
+"""Options of a run; requests to a server, and its answers for comparisons, as JSON between processes."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from scripts.servers.questions import Scored
-from scripts.servers.shapes import tokens
+from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS, Load, tokens
+from sgl_kvpool.demo.measure import Scores
 
-__all__ = ["PARTS", "Answers", "Request"]
+__all__ = ["PARTS", "Answers", "Options", "Request"]
 
 #: Parts of a server's step.
-PARTS = ("accuracy", "memory", "throughput", "hits", "gsm8k", "retrieval")
+PARTS = ("accuracy", "memory", "throughput", "hits")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The user's options.
+
+    `arrangements_named`: Whether the user named arrangements; otherwise a real checkpoint, and every model on
+      a CPU, is served only in `layer_major`.
+    `models`: Folder for random checkpoints.
+    `time_limit_scale`: Factor of the time limits of servers' starts. The runner scales the steps' limits.
+    """
+
+    core: bool = False
+    quick: bool = False
+    thorough: bool = False
+    on_gpu: bool = True
+    layouts: tuple[str, ...] = LAYOUTS
+    arrangements: tuple[str, ...] = ARRANGEMENTS
+    arrangements_named: bool = False
+    model: str | None = None
+    tp: int = 1
+    server_arguments: tuple[str, ...] = ()
+    models: str = "models"
+    time_limit_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -24,10 +49,7 @@ class Request:
     `arguments`: Server arguments, with the model's path and without the port.
     `parts`: Names in `PARTS`.
     `peers`: Paths of other steps' answers.json, by name: "stock", "bf16", "tp1", "layer_major".
-    `prompts`: Prompts that are scored for accuracy: lists of tokens, or texts.
-    `vocabulary`, `hit_tokens`, `concurrency`, `request_tokens`, `new_tokens`, `wait_s`: See `shapes.Shape`.
     `evict_tokens`: Tokens that exceed the device's pool; 0 without a host tier.
-    `is_sparse`: Whether the model has sparse attention (DSA).
     """
 
     model: str
@@ -36,34 +58,33 @@ class Request:
     environment: dict[str, str]
     parts: list[str]
     peers: dict[str, str]
-    prompts: list
-    vocabulary: list[int]
-    hit_tokens: int
-    concurrency: int
-    request_tokens: int
-    new_tokens: int
+    load: Load
     wait_s: float
     evict_tokens: int = 0
-    is_sparse: bool = False
-    gsm8k_data: str | None = None
-    gsm8k_questions: int = 500
-    retrieval_characters: list[int] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        found = json.loads(text)
+        return cls(**{**found, "load": Load(**found["load"])})
+
     def tokens(self, seed: int, count: int) -> list[int]:
-        return tokens(seed, count, (self.vocabulary[0], self.vocabulary[1]))
+        first, last = self.load.vocabulary
+        return tokens(seed, count, (first, last))
 
 
 @dataclass
 class Answers:
     """Results of a server for comparisons with later servers.
 
+    `prompts`: Tokens of the scored prompts.
     `values`: Metric values by name.
     """
 
-    scored: Scored | None = None
+    prompts: list[list[int]] = field(default_factory=list)
+    scores: Scores | None = None
     values: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -71,5 +92,5 @@ class Answers:
 
     @classmethod
     def read(cls, path: Path) -> Answers:
-        found = json.loads(path.read_text("utf-8"))
-        return cls(found["scored"] and Scored(**found["scored"]), found["values"])
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return cls(found["prompts"], found["scores"] and Scores(**found["scores"]), found["values"])

@@ -9,7 +9,6 @@ of a part are written immediately; a part that fails does not stop the others. G
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import statistics
@@ -17,24 +16,24 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
-from scripts.kit.records import Measurement, write_measurements
-from scripts.servers.evals import gsm8k
-from scripts.servers.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE, SCORES
-from scripts.servers.questions import score, throughput, wait_for_hits
+from scripts.kit.records import Measurement, write_lines
+from scripts.servers.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE
+from scripts.servers.questions import throughput, wait_for_hits
 from scripts.servers.request import PARTS, Answers, Request
-from sgl_kvpool.demo.measure import find_passkeys
+from sgl_kvpool.demo.measure import Scores, compare_scores, score
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["main", "run"]
 
+#: Raised by an answer in another form than SGLang's.
+_OTHER_FORM = (LookupError, TypeError, ValueError)
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4
-#: Depths of hidden numbers; each counts a tenth of the score for a text length.
-_DEPTHS = tuple((number + 0.5) / 10 for number in range(10))
 
 
 class Asked:
@@ -56,7 +55,7 @@ class Asked:
             value = float(f"{value:.6g}")
             self.answers.values[metric] = value
         found = Measurement(metric, value, unit, kind, better, layout=self.request.layout or "", **more)
-        write_measurements(self.folder, [found])
+        write_lines(self.folder / "measurements.jsonl", [asdict(found)])
         print(found.verdict, flush=True)
 
     def ratio(self, metric: str, better: str) -> None:
@@ -78,8 +77,7 @@ class Asked:
         began = time.monotonic()
         try:
             ask()
-        except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
-            # The last three are raised by an answer in another form than SGLang's.
+        except (ServerFailed, OSError, HTTPException, *_OTHER_FORM) as error:
             traceback.print_exc()
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
         print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
@@ -87,13 +85,18 @@ class Asked:
     # ---------------------------------------------------------------- parts
 
     def accuracy(self, server: Server) -> None:
-        self.answers.scored = score(server, self.request.prompts)
-        self.tell("perplexity", self.answers.scored.perplexity(), "", "fact", "lower")
+        """Score the prompts: each token is predicted from the text before it, whatever the server answers."""
+        self.answers.prompts = [
+            prompt if not isinstance(prompt, str) else server.post("/tokenize", prompt=prompt)["tokens"]
+            for prompt in self.request.load.prompts
+        ]
+        self.answers.scores = score(server, self.answers.prompts)
+        self.tell("perplexity", self.answers.scores.perplexity, "", "fact", "lower")
 
     def compare_accuracy(self) -> None:
         """Compare the scores with each peer's; the server has ended."""
-        scored, layout = self.answers.scored, self.request.layout
-        if scored is None or layout is None:
+        scores, layout = self.answers.scores, self.request.layout
+        if scores is None or layout is None:
             return
         limits = LIMITS[self.request.model][layout]
         # The same rows in another arrangement, or computed by two ranks, have the limit of BF16 rows.
@@ -101,24 +104,26 @@ class Asked:
         for name in self.request.peers:
             peer = self.peers.get(name)
             distance, share = f"distance of log-probabilities to {name}", f"same top token as {name}"
-            if peer is None or peer.scored is None:
+            if peer is None or peer.scores is None:
                 note = f"{name} was not served, or not scored"
                 self.tell(distance, None, "nats", "distance", "lower", note=note)
                 self.tell(share, None, "", "agreement", note=note)
                 continue
+            if peer.prompts != self.answers.prompts:
+                raise ValueError("two servers got different prompts: delete the output folder and run again")
             near = limits if name in ("stock", BASELINE) else same_rows
             far = near.far if name == "stock" else None
             note = "if below the lower limit: rows of this layout were not read" if far else ""
             self.tell(
-                distance, scored.distance(peer.scored), "nats", "distance", "lower",
+                distance, mean_distance(scores, peer.scores), "nats", "distance", "lower",
                 at_most=near.near, at_least=far or None, note=note,
             )  # fmt: skip
-            self.tell(share, scored.same_top(peer.scored), "", "agreement", at_least=near.same_top)
-            change = scored.perplexity() / peer.scored.perplexity() - 1
-            self.tell(f"perplexity, change to {name}", change, "", "fact", "lower")
+            difference = compare_scores(scores, peer.scores)
+            self.tell(share, difference.same_top_token, "", "agreement", at_least=near.same_top)
+            self.tell(f"perplexity, change to {name}", difference.perplexity_change, "", "fact", "lower")
 
     def memory(self, server: Server) -> None:
-        info = server.info()
+        info, log = server.info(), server.log.read_text(errors="replace")
         served = info.get("kv_cache_layout")
         if served != self.request.layout:
             raise ValueError(f"the server says it serves {served!r}, not {self.request.layout!r}")
@@ -126,40 +131,34 @@ class Asked:
         state = info["internal_states"][0]
         self.tell("memory of the pool", state["memory_usage"]["kvcache"], "GB", "fact", "lower")
         if self.request.layout is not None:
-            log = server.log.read_text(errors="replace")
             said = re.search(r"KV cache layout \S+: (\d+) bytes per token and layer, (\d+) layers", log)
             if said is None:
                 raise ValueError("the server's log does not say how many bytes a row has")
             fmt = MLAKVCacheLayout(self.request.layout).row_format(512, 64)
             # The user's model may have another geometry, so its row size is reported without a limit.
-            exact = (
-                {} if self.request.model == "model" else {"at_least": fmt.row_bytes, "at_most": fmt.row_bytes}
-            )
-            self.tell("bytes per token and layer", int(said[1]), "bytes", "size", "lower", **exact)
+            exact = None if self.request.model == "model" else fmt.row_bytes
+            self.tell(
+                "bytes per token and layer", int(said[1]), "bytes", "size", "lower", at_least=exact,
+                at_most=exact,
+            )  # fmt: skip
             self.tell("layers with rows", int(said[2]), "layers", "size")
         self.ratio("tokens in the pool", "higher")
 
     def throughput(self, server: Server) -> None:
-        request = self.request
+        request, load = self.request, self.request.load
         rounds = [
-            [
-                request.tokens(1000 * (number + 1) + i, request.request_tokens)
-                for i in range(request.concurrency)
-            ]
+            [request.tokens(1000 * (number + 1) + i, load.request_tokens) for i in range(load.concurrency)]
             for number in range(_THROUGHPUT_ROUNDS)
         ]
-        rate = throughput(server, rounds, request.new_tokens)
-        self.tell(
-            "throughput", rate, "tokens/s", "server_time", note=f"{request.concurrency} requests at once"
-        )
+        rate = throughput(server, rounds, load.new_tokens)
+        self.tell("throughput", rate, "tokens/s", "server_time", note=f"{load.concurrency} requests at once")
         self.ratio("throughput", "higher")
 
     def hits(self, server: Server) -> None:
-        request = self.request
-        prompts = [request.tokens(100 + i, request.hit_tokens) for i in range(_HIT_PROMPTS)]
-        count = -(-request.evict_tokens // request.hit_tokens)
-        fillers = [request.tokens(200 + i, request.hit_tokens) for i in range(count)]
-        found = wait_for_hits(server, prompts, request.tokens(99, request.hit_tokens), fillers)
+        request, length = self.request, self.request.load.hit_tokens
+        prompts = [request.tokens(100 + i, length) for i in range(_HIT_PROMPTS)]
+        fillers = [request.tokens(200 + i, length) for i in range(-(-request.evict_tokens // length))]
+        found = wait_for_hits(server, prompts, request.tokens(99, length), fillers)
         times = {"cold": found.cold_ms, "device hit": found.device_ms, "host hit": found.host_ms}
         for name, ms in times.items():
             metric = f"time to first token, {name}"
@@ -167,41 +166,23 @@ class Asked:
                 note = "no host tier on this server"
                 self.tell(metric, None, "ms", "server_time", "lower", note=note)
                 continue
-            self.tell(metric, ms, "ms", "server_time", "lower", note=f"prompt of {request.hit_tokens} tokens")
+            self.tell(metric, ms, "ms", "server_time", "lower", note=f"prompt of {length} tokens")
             self.ratio(metric, "lower")
         self.tell("found on the device", found.device_share, "", "agreement", at_least=1.0)
         if found.host_ms is not None:
             self.tell("found on the host", found.host_share, "", "agreement", at_least=1.0)
             same = "same tokens after a host hit as after a device hit"
             # Values that are not deterministic in a run are not compared between runs.
-            kind, least = ("fact", SAME_TOKENS_SPARSE) if request.is_sparse else ("agreement", SAME_TOKENS)
+            kind, least = (
+                ("fact", SAME_TOKENS_SPARSE) if request.load.is_sparse else ("agreement", SAME_TOKENS)
+            )
             self.tell(same, found.same_tokens, "", kind, at_least=least)
 
-    def gsm8k(self, server: Server) -> None:
-        request = self.request
-        log = self.folder / "gsm8k.log"
-        share = gsm8k(server.port, request.gsm8k_questions, request.gsm8k_data, log)
-        self.scored_share("GSM8K", share, "gsm8k")
 
-    def retrieval(self, server: Server) -> None:
-        for length in self.request.retrieval_characters:
-            share = statistics.fmean(find_passkeys(server, length, _DEPTHS))
-            self.scored_share(f"pass key in {length} characters", share, "retrieval")
-
-    def scored_share(self, metric: str, share: float, limit: str) -> None:
-        """Write a score, and its difference to the bf16 layout's server (for bf16: to stock SGLang)."""
-        self.tell(metric, share, "", "score")
-        against = BASELINE if BASELINE in self.request.peers else "stock"
-        if self.request.layout is None or against not in self.request.peers:
-            return
-        allowed = getattr(SCORES[self.request.layout], limit)
-        peer = self.peers.get(against)
-        theirs = peer.values.get(metric) if peer is not None else None
-        name = f"{metric}, minus {against}'s"
-        if theirs is None:
-            self.tell(name, None, "", "score", note=f"the score of {against} was not measured")
-        else:
-            self.tell(name, share - theirs, "", "score", at_least=-allowed)
+def mean_distance(scores: Scores, other: Scores) -> float:
+    """Mean absolute difference of log-probabilities, nats."""
+    pairs = zip(scores.log_probabilities, other.log_probabilities, strict=True)
+    return statistics.fmean(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
 
 
 def run(request: Request, folder: Path) -> list[str]:
@@ -232,7 +213,7 @@ def main() -> int:
     # The server runs in its own session, so it must be stopped by leaving the `with` block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     folder = Path(sys.argv[1])
-    request = Request(**json.loads((folder / "request.json").read_text("utf-8")))
+    request = Request.from_json((folder / "request.json").read_text("utf-8"))
     for stale in ("measurements.jsonl", "answers.json"):
         (folder / stale).unlink(missing_ok=True)
     failures = run(request, folder)

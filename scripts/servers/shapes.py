@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from scripts import ROOT
 from scripts.kit.environment import Machine
@@ -25,6 +26,7 @@ PAGE_SIZE = 64
 
 _LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 _KVPOOL = ("--attention-backend", "kvpool_mla")
+_SEED_AND_PAGE = ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
 _READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 _HOST_TIER = (
     "--enable-hierarchical-cache",
@@ -35,48 +37,57 @@ _HOST_TIER = (
 
 
 @dataclass(frozen=True)
+class Load:
+    """What servers of a model are asked.
+
+    `prompts`: Prompts that are scored for accuracy: lists of tokens, or texts.
+    `vocabulary`: First and last token id of random prompts.
+    `hit_tokens`: Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
+    `concurrency`, `request_tokens`, `new_tokens`: For throughput: concurrent requests, prompt length, and
+      generated tokens per request.
+    `is_sparse`: Whether the model has sparse attention (DSA).
+    """
+
+    prompts: Sequence[Any]
+    vocabulary: Sequence[int] = (3, 511)
+    hit_tokens: int = 1920
+    concurrency: int = 16
+    request_tokens: int = 256
+    new_tokens: int = 128
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True)
 class Shape:
     """A model with the arguments and requests of its servers.
 
     `name`: Name in steps and in `limits.LIMITS`.
     `path`: Path of the checkpoint; "{models}" in it is the run's folder of models.
     `arguments`: Arguments of every server.
+    `pool_tokens`: Size of the pool; None: SGLang chooses it, and a server has a host tier only if its step
+      requests it.
     `stock`: Arguments of the peer without a layout.
     `by_layout`: More arguments, by layout.
     `arrangements`: Arrangements in which it can be served.
-    `vocabulary`: First and last token id of random prompts.
-    `prompts`: Prompts that are scored for accuracy.
-    `hit_tokens`: Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
-    `pool_tokens`: Size of the pool; None: SGLang chooses it, and a server has a host tier only if its step
-      requests it.
-    `concurrency`, `request_tokens`, `new_tokens`: For throughput: concurrent requests, prompt length, and
-      generated tokens per request.
     `writer`: Module of tests/gpu and shape of a random checkpoint to write.
     `needs`: Additional needs by layout; "stock" for the peer.
     `wait_s`: Time limit of a start; long on a GPU, since SGLang, FlashInfer and DeepGEMM compile with cold
       caches.
-    `is_sparse`: Whether the model has sparse attention (DSA).
     """
 
     name: str
     path: str
     arguments: tuple[str, ...]
-    stock: tuple[str, ...]
-    by_layout: Mapping[str, tuple[str, ...]]
-    vocabulary: tuple[int, int]
-    prompts: tuple[list[int], ...] | tuple[str, ...]
-    hit_tokens: int
+    load: Load
     pool_tokens: int | None
+    stock: tuple[str, ...] = ()
+    by_layout: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     arrangements: tuple[str, ...] = ARRANGEMENTS
-    concurrency: int = 16
-    request_tokens: int = 256
-    new_tokens: int = 128
     writer: tuple[str, str] | None = None
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     wait_s: float = 1200.0
     on_cpu: bool = False
-    is_sparse: bool = False
 
     def server_arguments(
         self, layout: str | None, arrangement: str = "layer_major", *, host_tier: bool, capped: bool = True
@@ -100,7 +111,7 @@ class Shape:
 
         Sparse attention always reads stored rows; a server with it refuses KVPOOL_PREFILL_READS_ROWS.
         """
-        asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
+        asked = _READS_ROWS if layout is not None and not self.load.is_sparse else {}
         # The demo's class would replace SGLang's for every checkpoint of the architecture
         # DeepseekV2ForCausalLM.
         classes = {} if self.name == "demo" else {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
@@ -118,12 +129,8 @@ def tokens(seed: int, count: int, vocabulary: tuple[int, int] = (3, 511)) -> lis
 # ------------------------------------------------------- random models on a GPU
 
 _GPU = (
-    "--skip-tokenizer-init",
-    "--mem-fraction-static",
-    "0.3",
-    "--random-seed",
-    "0",
-    "--chunked-prefill-size",
+    *("--skip-tokenizer-init", "--mem-fraction-static", "0.3", "--random-seed", "0"),
+    *("--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "256", "--cuda-graph-max-bs-decode", "16"),
 )
 _SHARED, _LONG = tokens(1, 600), tokens(11, 2608)
 #: Prompts of unequal lengths; two share a prefix, three are longer than a chunk.
@@ -146,16 +153,10 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
     return Shape(
         name=name,
         path=f"{{models}}/{name}",
-        arguments=(
-            *(*_GPU, "256", "--context-length", "4096", "--cuda-graph-max-bs-decode", "16"),
-            *("--page-size", str(PAGE_SIZE), *more),
-        ),
-        stock=(),
-        by_layout=dict.fromkeys(LAYOUTS, _KVPOOL),
-        vocabulary=(3, 511),
-        prompts=_PROMPTS,
-        hit_tokens=hit_tokens,
+        arguments=(*_GPU, "--context-length", "4096", *more),
+        load=Load(_PROMPTS, hit_tokens=hit_tokens),
         pool_tokens=8192,
+        by_layout=dict.fromkeys(LAYOUTS, _KVPOOL),
         writer=writer,
     )
 
@@ -182,18 +183,15 @@ def _sparse(machine: Machine) -> Shape:
     return Shape(
         name="v32",
         path="{models}/v32",
-        arguments=(*_GPU, "256", "--context-length", "8192", "--cuda-graph-max-bs-decode", "16"),
+        arguments=(*_GPU, "--context-length", "8192"),
+        load=Load(_SPARSE_PROMPTS, hit_tokens=3840, is_sparse=True),
+        pool_tokens=16384,
         stock=("--kv-cache-dtype", "bfloat16", *bf16),
         by_layout=own | _PAIRED_ARGUMENTS,
         environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
         # The kernels of sparse attention need contiguous rows of a layer.
         arrangements=("layer_major",),
-        vocabulary=(3, 511),
-        prompts=_SPARSE_PROMPTS,
-        hit_tokens=3840,
-        pool_tokens=16384,
         writer=("random_deepseek", "deepseek_v32"),
-        is_sparse=True,
         needs=_PAIRED_NEEDS,
     )
 
@@ -230,27 +228,16 @@ def demo_shape() -> Shape:
     return Shape(
         name="demo",
         path=str(model_path()),
-        arguments=(
-            *arguments[:at],
-            *arguments[at + 2 :],
-            "--page-size",
-            str(PAGE_SIZE),
-            "--random-seed",
-            "0",
+        arguments=(*arguments[:at], *arguments[at + 2 :], *_SEED_AND_PAGE),
+        load=Load(
+            # One window of every second module.
+            [window.token_ids for window in held_out_windows()[::4]],
+            vocabulary=(32, 126), hit_tokens=960, concurrency=4, request_tokens=128, new_tokens=32,
         ),
-        stock=(),
-        by_layout={},
-        vocabulary=(32, 126),
-        # One window of every second module.
-        prompts=tuple(window.token_ids for window in held_out_windows()[::4]),
-        hit_tokens=960,
         pool_tokens=4096,
-        concurrency=4,
-        request_tokens=128,
-        new_tokens=32,
         wait_s=540.0,
         on_cpu=True,
-    )
+    )  # fmt: skip
 
 
 # ------------------------------------------------------- a real checkpoint
@@ -270,36 +257,38 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
     found = {**found, **found.get("text_config", {})}
     windows = held_out_windows()
     # Text, which the server tokenizes: 16 windows of 2048 characters, one per module.
-    texts = tuple(a.text + b.text for a, b in zip(windows[::2], windows[1::2], strict=True))
-    demo = demo_shape() if on_cpu else None
-    own = demo.arguments if demo is not None else ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
+    texts = [a.text + b.text for a, b in zip(windows[::2], windows[1::2], strict=True)]
     is_sparse = bool(found.get("index_topk"))
     is_hybrid = any(found.get(name) for name in _HYBRID_FIELDS)
     by_layout: Mapping[str, tuple[str, ...]] = {}
     if not on_cpu:
         # With BF16 rows of dense attention SGLang would choose another backend than with the other layouts.
         by_layout = _PAIRED_ARGUMENTS if is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL)
-    hit_tokens = _HYBRID_MODEL_HIT_TOKENS if is_hybrid else 8192
-    return Shape(
+    shape = Shape(
         name="model",
         path=str(Path(path).resolve()),
-        arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ())),
+        arguments=_SEED_AND_PAGE,
+        load=Load(
+            texts, vocabulary=(100, int(found["vocab_size"]) - 1), concurrency=32, request_tokens=1024,
+            hit_tokens=_HYBRID_MODEL_HIT_TOKENS if is_hybrid else 8192, new_tokens=256, is_sparse=is_sparse,
+        ),
+        pool_tokens=None,
         # The user's arguments come last, so that they replace ours.
         stock=tuple(more),
         by_layout={layout: (*by_layout.get(layout, ()), *more) for layout in LAYOUTS},
         arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
-        vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,
-        prompts=texts,
-        hit_tokens=hit_tokens if demo is None else demo.hit_tokens,
-        pool_tokens=None if demo is None else demo.pool_tokens,
-        concurrency=32 if demo is None else demo.concurrency,
-        request_tokens=1024 if demo is None else demo.request_tokens,
-        new_tokens=256 if demo is None else demo.new_tokens,
-        wait_s=3600 if demo is None else demo.wait_s,
-        on_cpu=on_cpu,
-        is_sparse=is_sparse,
+        wait_s=3600,
         needs=_PAIRED_NEEDS if is_sparse and not on_cpu else {},
-    )
+    )  # fmt: skip
+    if on_cpu:  # served and asked like the demo's
+        demo = demo_shape()
+        load = replace(demo.load, prompts=texts, is_sparse=is_sparse)
+        shape = replace(
+            shape, arguments=demo.arguments, load=load, pool_tokens=demo.pool_tokens, wait_s=demo.wait_s,
+            on_cpu=True,
+        )  # fmt: skip
+    ranks = ("--tp-size", str(tp)) if tp > 1 else ()
+    return replace(shape, arguments=(*shape.arguments, *ranks))
 
 
 def write_checkpoint(module: str, shape: str, folder: Path) -> None:

@@ -10,21 +10,14 @@ from typing import Any
 from scripts.soak.in_server import CENSUS
 from sgl_kvpool.demo.server import Server, ServerFailed
 
-__all__ = [
-    "census_problems",
-    "counters",
-    "idle_census",
-    "log_problems",
-    "memory_problems",
-    "metrics_problems",
-    "too_few",
-    "watch_problems",
-]
-
-#: Least number of answers for a meaningful soak.
-ANSWERS = 20
-#: Least number of censuses for a comparison of memory: before traffic, after the first round, and the last.
-CENSUSES = 3
+#: Least number of answers for a meaningful soak; of censuses for a comparison of memory: before traffic,
+#: after the first round, and the last.
+ANSWERS, CENSUSES = 20, 3
+#: SGLang's counts of tokens that moved, by our names of the directions.
+_MOVED = {
+    "to_host": "sglang:hicache_backup_tokens_total",
+    "to_device": "sglang:load_back_tokens_total",
+}
 
 #: Patterns that must not be in a log.
 _BAD_LINES = re.compile(
@@ -54,18 +47,10 @@ def idle_census(server: Server, limit_s: float = 60.0) -> dict[str, Any]:
 
 
 def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[str]:
-    """Problems in a census of an idle server.
-
-    `census`: Result of `in_server.census.take`.
-    `flushed`: Whether everything must be free.
-    Returns: one line per problem.
-    """
+    """Problems in a census of an idle server; `flushed`: whether everything must be free."""
     found = []
-    if not census["idle"]:
-        found.append(f"not idle: {census['busy']}")
-    busy = {name: count for name, count in census["busy"].items() if count}
-    if busy:
-        found.append(f"requests or transfers left: {busy}")
+    if not census["idle"] or any(census["busy"].values()):
+        found.append(f"requests or transfers left: {census['busy']}")
     requests = census["requests"]
     if requests["free_slots"] != requests["slots"]:
         found.append(f"{requests['slots'] - requests['free_slots']} request slots are not free")
@@ -83,23 +68,19 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
             )
         if flushed and tier["free"] != tier["pages"]:
             found.append(f"{name}: {tier['free']} of {tier['pages']} pages free after a flush")
-    sums = device["available_tokens"] + device["evictable_tokens"] + device["protected_tokens"]
-    if sums != device["size_tokens"]:
-        found.append(f"device: SGLang's sums give {sums} of {device['size_tokens']} tokens")
-    if (
-        device["evictable_tokens"] + device["protected_tokens"]
-        != device["in_tree"] * device["page_size_tokens"]
-    ):
+    in_tree = device["evictable_tokens"] + device["protected_tokens"]
+    if device["available_tokens"] + in_tree != device["size_tokens"]:
+        found.append(f"device: SGLang's sums do not give {device['size_tokens']} tokens: {device}")
+    if in_tree != device["in_tree"] * device["page_size_tokens"]:
         found.append(f"device: {device['in_tree']} pages in the tree, but SGLang's counts differ: {device}")
     if device["protected_tokens"]:
         found.append(f"device: {device['protected_tokens']} tokens locked without a running request")
-    if host is not None:
-        if host["marked_otherwise"]:
-            found.append(
-                f"host: {host['marked_otherwise']} pages marked as used but not in the tree, or the reverse"
-            )
-        if host["lost_in_tree"]:
-            found.append(f"host: {host['lost_in_tree']} pages of the tree were lost in their backup")
+    if host is not None and host["marked_otherwise"]:
+        found.append(
+            f"host: {host['marked_otherwise']} pages marked as used, not in the tree, or the reverse"
+        )
+    if host is not None and host["lost_in_tree"]:
+        found.append(f"host: {host['lost_in_tree']} pages of the tree were lost in their backup")
     if census["tree"]["problem"]:
         found.append(f"SGLang's check of its tree: {census['tree']['problem']}")
     if census["bytes"] and census["bytes"]["different_pages"]:
@@ -146,10 +127,7 @@ def metrics_problems(values: dict[str, float], census: dict[str, Any]) -> list[s
     host = census["host"]
     if host is None or not census["bytes"]:
         return found
-    for direction, tokens in (
-        ("to_host", "sglang:hicache_backup_tokens_total"),
-        ("to_device", "sglang:load_back_tokens_total"),
-    ):
+    for direction, tokens in _MOVED.items():
         ours = values.get(f'sgl_kvpool_transfer_bytes_total{{direction="{direction}"}}', 0)
         theirs = values.get(tokens, 0)
         if ours != theirs * host["token_bytes"]:
@@ -164,10 +142,7 @@ def watch_problems(values: dict[str, float], census: dict[str, Any]) -> list[str
     """Tokens that SGLang backed up or loaded and that the comparison of transfers, on a CPU, did not see."""
     watched = census["transfers"] or {"backed_up_pages": 0, "loaded_pages": 0}
     found = []
-    for pages, name in (
-        ("backed_up_pages", "sglang:hicache_backup_tokens_total"),
-        ("loaded_pages", "sglang:load_back_tokens_total"),
-    ):
+    for pages, name in zip(("backed_up_pages", "loaded_pages"), _MOVED.values(), strict=True):
         compared = watched[pages] * census["device"]["page_size_tokens"]
         if compared != values.get(name, 0):
             found.append(
@@ -185,10 +160,8 @@ def log_problems(log: str) -> list[str]:
 def too_few(record: dict[str, Any], device_tokens: int, *, has_store: bool) -> list[str]:
     """Conditions that the traffic of a soak did not reach, so that its checks are not meaningful.
 
-    `record`: Fields of `leg.soak`: `answers_complete`, `answers_given_up`, `found_tokens`,
-      `server_counts` and `censuses`.
+    `record`: Of `leg.soak`.
     `device_tokens`: Tokens of the pool.
-    Returns: one line per condition that was not reached.
     """
     found = []
     if record["answers_complete"] < ANSWERS:
@@ -207,9 +180,9 @@ def too_few(record: dict[str, Any], device_tokens: int, *, has_store: bool) -> l
     if record["censuses"] < CENSUSES:
         found.append(f"{record['censuses']} censuses, fewer than {CENSUSES}: growth of memory not checked")
     tiers = {"device": "on the device", "host": "in the host tier", "storage": "in the store"}
+    if not has_store:
+        del tiers["storage"]
     found += [
-        f"nothing found {where}"
-        for tier, where in tiers.items()
-        if (tier != "storage" or has_store) and not record["found_tokens"].get(tier)
+        f"nothing found {where}" for tier, where in tiers.items() if not record["found_tokens"].get(tier)
     ]
     return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +34,6 @@ KINDS = {
     "flush": 2,  # mostly refused, because other requests are running
 }
 
-_HOST = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -54,15 +54,30 @@ class Outcome:
     cached: dict[str, int]
 
 
-def post(port: int, path: str, body: Any = None, timeout_s: float = 300.0) -> tuple[int, bytes]:
-    """Status and body of the answer to a POST request."""
-    connection = http.client.HTTPConnection(_HOST, port, timeout=timeout_s)
+@contextlib.contextmanager
+def _posted(
+    port: int, path: str, body: Any, timeout_s: float = 300.0
+) -> Iterator[http.client.HTTPConnection]:
+    """A connection over which a request was sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
-        connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        yield connection
     finally:
         connection.close()
+
+
+def post(port: int, path: str, body: Any = None) -> tuple[int, bytes]:
+    """Status and body of the answer to a POST request."""
+    with _posted(port, path, body or {}) as connection:
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def _parsed(status: int, answer: bytes) -> Any:
+    if status != 200:
+        raise ValueError(f"status {status}: {answer[:300]!r}")
+    return json.loads(answer)
 
 
 @dataclass
@@ -82,7 +97,7 @@ class Traffic:
     seed: int
     too_long_tokens: int
     outcomes: list[Outcome] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -104,7 +119,7 @@ class Traffic:
         while time.monotonic() < deadline and len(self.problems) < MANY:
             (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
             with self._lock:
-                self.counts[kind] = self.counts.get(kind, 0) + 1
+                self.counts[kind] += 1
             try:
                 getattr(self, f"_{kind}")(rng, kind)
             except Exception as error:  # reported; the other clients continue
@@ -113,103 +128,92 @@ class Traffic:
 
     # ---------------------------------------------------------------- requests
 
-    def _draw(self, rng: random.Random) -> tuple[Prompt, dict[str, Any]]:
+    def _prompt(self, rng: random.Random) -> Prompt:
         # Two of three requests use a quarter of the prompts, which changes with time and does not fit the
         # pool: some pages are used again soon, others after they were evicted from the device, or from the
         # host.
         if rng.random() < 0.67:
             step = len(self.outcomes) // 20
             span = max(1, len(self.prompts) // 4)
-            prompt = self.prompts[(step * span // 2 + rng.randrange(span)) % len(self.prompts)]
-        else:
-            prompt = rng.choice(self.prompts)
-        body = {
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": rng.choice(NEW_TOKENS),
-                "ignore_eos": True,
-            },
+            return self.prompts[(step * span // 2 + rng.randrange(span)) % len(self.prompts)]
+        return rng.choice(self.prompts)
+
+    def _body(self, rng: random.Random, prompt: Prompt, new_tokens: int | None = None) -> dict[str, Any]:
+        count = new_tokens or rng.choice(NEW_TOKENS)
+        return {
+            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
             "return_logprob": True,
             "rid": f"{rng.getrandbits(64):016x}",
+            "input_ids": prompt.token_ids,
         }
-        return prompt, body
 
     def _plain(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
-        status, answer = post(self.port, "/generate", {**body, "input_ids": prompt.token_ids})
-        self._take(prompt, kind, body, self._parsed(kind, status, answer))
+        prompt = self._prompt(rng)
+        body = self._body(rng, prompt)
+        self._take(prompt, kind, body, _parsed(*post(self.port, "/generate", body)))
 
     def _batch(self, rng: random.Random, kind: str) -> None:
-        _, body = self._draw(rng)
-        prompts = [self._draw(rng)[0] for _ in range(rng.choice((2, 3, 4)))]
-        del body["rid"]  # one id does not fit several prompts
-        status, answer = post(self.port, "/generate", {**body, "input_ids": [p.token_ids for p in prompts]})
-        answers = self._parsed(kind, status, answer)
+        prompts = [self._prompt(rng) for _ in range(rng.choice((2, 3, 4)))]
+        body = self._body(rng, prompts[0])
+        self._take_all(prompts, kind, {**body, "input_ids": [prompt.token_ids for prompt in prompts]})
+
+    def _samples(self, rng: random.Random, kind: str) -> None:
+        prompt = self._prompt(rng)
+        body = self._body(rng, prompt)
+        body["sampling_params"]["n"] = 2
+        self._take_all([prompt, prompt], kind, body)
+
+    def _take_all(self, prompts: Sequence[Prompt], kind: str, body: dict[str, Any]) -> None:
+        """Send a request with several answers, one for each of the prompts."""
+        del body["rid"]  # one id does not fit several answers
+        answers = _parsed(*post(self.port, "/generate", body))
         if len(answers) != len(prompts):
-            raise ValueError(f"{len(answers)} answers to {len(prompts)} prompts")
+            raise ValueError(f"{len(answers)} answers instead of {len(prompts)}")
         for prompt, one in zip(prompts, answers, strict=True):
             self._take(prompt, kind, body, one)
 
-    def _samples(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
-        del body["rid"]
-        body["sampling_params"]["n"] = 2
-        status, answer = post(self.port, "/generate", {**body, "input_ids": prompt.token_ids})
-        answers = self._parsed(kind, status, answer)
-        if len(answers) != 2:
-            raise ValueError(f"{len(answers)} samples instead of 2")
-        for one in answers:
-            self._take(prompt, kind, body, one)
-
     def _stream(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
-        events = self._events(prompt, body, stop_after=None)
-        self._take(prompt, kind, body, events[-1])
+        prompt = self._prompt(rng)
+        body = self._body(rng, prompt)
+        self._take(prompt, kind, body, self._events(body, stop_after=None)[-1])
 
     def _disconnect_stream(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
-        body["sampling_params"]["max_new_tokens"] = 64
-        events = self._events(prompt, body, stop_after=rng.randrange(0, 12))
+        prompt = self._prompt(rng)
+        events = self._events(self._body(rng, prompt, 64), stop_after=rng.randrange(0, 12))
         self._take_part(prompt, kind, events[-1] if events else None)
 
     def _disconnect(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
-        body["sampling_params"]["max_new_tokens"] = 64
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=rng.choice((0.02, 0.1, 0.4, 1.0)))
+        prompt = self._prompt(rng)
+        body = self._body(rng, prompt, 64)
         try:
-            message = json.dumps({**body, "input_ids": prompt.token_ids})
-            connection.request("POST", "/generate", message, {"Content-Type": "application/json"})
-            answer = json.loads(connection.getresponse().read())
+            with _posted(self.port, "/generate", body, rng.choice((0.02, 0.1, 0.4, 1.0))) as connection:
+                answer = json.loads(connection.getresponse().read())
         except TimeoutError:
             return self._take_part(prompt, kind, None)
-        finally:
-            connection.close()
         self._take(prompt, kind, body, answer)
 
     def _abort(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
-        body["sampling_params"]["max_new_tokens"] = 64
+        prompt = self._prompt(rng)
+        body = self._body(rng, prompt, 64)
         aborter = threading.Timer(
             rng.choice((0.0, 0.05, 0.2, 0.6)), post, (self.port, "/abort_request", {"rid": body["rid"]})
         )
         aborter.start()
         try:
-            status, answer = post(self.port, "/generate", {**body, "input_ids": prompt.token_ids})
+            status, answer = post(self.port, "/generate", body)
         finally:
             aborter.join()
-        if status != 200:
-            if b"bort" not in answer:
-                raise ValueError(f"status {status}: {answer[:300]!r}")
+        if status != 200 and b"bort" in answer:
             return self._take_part(prompt, kind, None)
-        answer = json.loads(answer)
-        if answer["meta_info"]["finish_reason"]["type"] == "abort":
-            return self._take_part(prompt, kind, answer)
-        self._take(prompt, kind, body, answer)
+        found = _parsed(status, answer)
+        if found["meta_info"]["finish_reason"]["type"] == "abort":
+            return self._take_part(prompt, kind, found)
+        self._take(prompt, kind, body, found)
 
     def _too_long(self, rng: random.Random, kind: str) -> None:
-        prompt, body = self._draw(rng)
+        prompt = self._prompt(rng)
         ids = (prompt.token_ids * (self.too_long_tokens // len(prompt.token_ids) + 1))[: self.too_long_tokens]
-        status, _ = post(self.port, "/generate", {**body, "input_ids": ids})
+        status, _ = post(self.port, "/generate", {**self._body(rng, prompt), "input_ids": ids})
         if status != 400:
             raise ValueError(f"a prompt of {len(ids)} tokens was not refused but answered {status}")
 
@@ -218,17 +222,14 @@ class Traffic:
         if status not in (200, 400):
             raise ValueError(f"status {status}: {answer[:300]!r}")
         with self._lock:
-            self.counts["flushed"] = self.counts.get("flushed", 0) + (status == 200)
+            self.counts["flushed"] += status == 200
 
     # ---------------------------------------------------------------- answers
 
-    def _events(self, prompt: Prompt, body: dict[str, Any], stop_after: int | None) -> list[dict[str, Any]]:
+    def _events(self, body: dict[str, Any], stop_after: int | None) -> list[dict[str, Any]]:
         """All events of a stream, or the first ones, after which the client disconnects."""
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=300)
         found: list[dict[str, Any]] = []
-        try:
-            message = json.dumps({**body, "input_ids": prompt.token_ids, "stream": True})
-            connection.request("POST", "/generate", message, {"Content-Type": "application/json"})
+        with _posted(self.port, "/generate", {**body, "stream": True}) as connection:
             if stop_after == 0:
                 return found
             answer = connection.getresponse()
@@ -238,24 +239,13 @@ class Traffic:
                 if line.startswith(b"data: [DONE]"):
                     return found
                 if line.startswith(b"data: "):
-                    found.append(self._checked(json.loads(line[6:])))
+                    found.append(json.loads(line[6:]))
+                    if "error" in found[-1]:
+                        raise ValueError(f"error {found[-1]['error']}")
                     if len(found) == stop_after:
                         connection.sock.shutdown(socket.SHUT_RDWR)
                         return found
-        finally:
-            connection.close()
         raise ValueError(f"a stream ended after {len(found)} events without saying that it is done")
-
-    def _parsed(self, kind: str, status: int, answer: bytes) -> Any:
-        if status != 200:
-            raise ValueError(f"status {status}: {answer[:300]!r}")
-        return json.loads(answer)
-
-    @staticmethod
-    def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-        if "error" in answer:
-            raise ValueError(f"error {answer['error']}")
-        return answer
 
     def _take(self, prompt: Prompt, kind: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
         """Record a complete answer; ValueError if it is not complete."""
@@ -268,11 +258,9 @@ class Traffic:
             self.outcomes.append(outcome)
 
     def _take_part(self, prompt: Prompt, kind: str, answer: dict[str, Any] | None) -> None:
-        """Record the partial answer of an aborted request."""
-        if answer is None or not answer["output_ids"]:
-            # A request that was aborted before its start has no counts.
-            outcome = Outcome(prompt.number, kind, [], [], False, {})
-        else:
+        """Record the partial answer of an aborted request; one aborted before its start has no counts."""
+        outcome = Outcome(prompt.number, kind, [], [], False, {})
+        if answer is not None and answer["output_ids"]:
             outcome = _outcome(prompt, kind, answer, complete=False)
         with self._lock:
             self.outcomes.append(outcome)

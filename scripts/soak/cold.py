@@ -15,14 +15,14 @@ __all__ = ["ColdRun", "Comparison", "compare"]
 
 @dataclass
 class ColdRun:
-    """Answers of a server without any cache, one request at a time.
+    """Answers of a running server without any cache, one request at a time.
 
-    `server`: A running server.
+    `greedy`: Greedy tokens after a prompt by its number, with their log-probabilities.
     """
 
     server: Server
     prompts: Sequence[Prompt]
-    _greedy: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    greedy: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     _scored: dict[tuple[int, tuple[int, ...]], list[tuple[float, float]]] = field(default_factory=dict)
 
     def run(self, longest: dict[int, int]) -> None:
@@ -34,11 +34,7 @@ class ColdRun:
                 return_logprob=True,
             )
             scored = answer["meta_info"]["output_token_logprobs"]
-            self._greedy[number] = [(token, value) for value, token, _ in scored]
-
-    def greedy(self, number: int) -> list[tuple[int, float]]:
-        """Greedy tokens after a prompt, with their log-probabilities."""
-        return self._greedy[number]
+            self.greedy[number] = [(token, value) for value, token, _ in scored]
 
     def scored(self, number: int, token_ids: Sequence[int]) -> list[tuple[float, float]]:
         """For every token of an output: its log-probability and that of the best token at its position."""
@@ -83,10 +79,6 @@ class Comparison:
     mean_difference: float = 0.0
     mismatches: list[dict[str, Any]] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return asdict(self)
-
 
 def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float, limit: float) -> Comparison:
     """Compare every output with the cold run's.
@@ -100,7 +92,7 @@ def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float, limit:
     for outcome in outcomes:
         if not outcome.token_ids:
             continue
-        expected = cold.greedy(outcome.prompt)
+        expected = cold.greedy[outcome.prompt]
         result.outputs += 1
         result.tokens += len(outcome.token_ids)
         pairs = []  # log-probabilities after the same preceding tokens

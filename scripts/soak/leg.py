@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.soak.checks import (
-    census_problems,
-    counters,
-    idle_census,
-    log_problems,
-    memory_problems,
-    metrics_problems,
-    too_few,
-    watch_problems,
-)
+from scripts.soak import checks
 from scripts.soak.clients import MANY, Traffic, post
 from scripts.soak.cold import ColdRun, compare
 from scripts.soak.prompts import Prompt, make_prompts
@@ -28,7 +19,7 @@ from scripts.soak.servers import Leg, cold_server, soaked_server
 from sgl_kvpool.demo.model import held_out_windows
 from sgl_kvpool.demo.server import Server, ServerFailed
 
-__all__ = ["SoakOptions", "soak", "tolerance"]
+__all__ = ["soak", "tolerance"]
 
 #: Traffic between two censuses, in seconds.
 ROUND_S = 15.0
@@ -69,85 +60,58 @@ _REPORTED = {
 }
 
 
-def tolerance(leg: Leg, wanted: float | None = None) -> float:
-    """Largest difference to a cold run's log-probabilities; `wanted` overrides the default."""
-    if wanted is not None:
-        return wanted
+def tolerance(leg: Leg) -> float:
+    """Largest difference to a cold run's log-probabilities."""
     if leg.rounds_on_the_way:
         return TOLERANCE_ROUNDED
     return TOLERANCE if leg.model is None else TOLERANCE_MODEL
 
 
-@dataclass(frozen=True)
-class SoakOptions:
-    """How a server is soaked.
-
-    `seconds`: Time of traffic, without starts, checks and the cold run.
-    `clients`, `seed`: See `Traffic`.
-    `breakages`: Names of `in_server.breakages.BREAKAGES`.
-    `server_args`: More arguments of this server and of the cold run's server.
-    `tier_args`: More arguments of this server.
-    `tie_tolerance`: See `tolerance`.
-    """
-
-    seconds: float
-    clients: int
-    seed: int
-    breakages: Sequence[str] = ()
-    server_args: Sequence[str] = ()
-    tier_args: Sequence[str] = ()
-    tie_tolerance: float | None = None
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
-def soak(leg: Leg, folder: Path, options: SoakOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Soak one server.
+def soak(leg: Leg, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Soak one server, with the options of the command line and logs in a folder.
 
-    `folder`: Folder of the logs.
-    `say`: Called with lines about the progress.
     Returns: record for JSON; `violations` lists problems, `too_few` conditions that the traffic did not
       reach.
     ServerFailed: if the soaked server does not start, or fails before the traffic. A cold run's server that
       fails is a violation.
     """
-    violations: list[str] = []
-    allowed = tolerance(leg, options.tie_tolerance)
     say(f"{leg.name}: starting, log {folder / f'{leg.name}.log'}")
-    record: dict[str, Any] = {"name": leg.name, "tie_tolerance": allowed, "violations": violations}
-    arguments = [*options.server_args, *options.tier_args]
+    violations: list[str] = []
+    censuses: list[dict[str, Any]] = []
+    record: dict[str, Any] = {"name": leg.name, "violations": violations}
     with (
         tempfile.TemporaryDirectory() as store,
-        soaked_server(leg, folder, store, arguments, options.breakages) as server,
+        soaked_server(leg, folder, store, options.server_args, options.breakages) as server,
     ):
         say("  serving")
         prompts = _prompts(server, leg, options.seed)
-        traffic = Traffic(
-            server.port, prompts, options.clients, options.seed, leg.device_tokens + leg.page_size_tokens
-        )
+        too_long = leg.device_tokens + leg.page_size_tokens
+        traffic = Traffic(server.port, prompts, options.clients, options.seed, too_long)
         record["server"] = _described(server, prompts)
-        censuses: list[dict[str, Any]] = []
+        seconds = 60 * options.minutes / len(options.legs)
         try:
-            record["traffic_seconds"] = _rounds(server, traffic, options.seconds, censuses, violations, say)
-            values = counters(server.get("/metrics").decode())
-            violations += metrics_problems(values, censuses[-1])
+            record["traffic_seconds"] = _rounds(server, traffic, seconds, censuses, violations)
+            values = checks.counters(server.get("/metrics").decode())
+            violations += checks.metrics_problems(values, censuses[-1])
             if leg.model is None:
-                violations += watch_problems(values, censuses[-1])
-            violations += memory_problems(censuses, GROWTH_LIMIT_BYTES)
+                violations += checks.watch_problems(values, censuses[-1])
+            violations += checks.memory_problems(censuses, GROWTH_LIMIT_BYTES)
             _flush(server, censuses, violations)
             record["server_counts"] = {k: round(values.get(name, 0)) for k, name in _REPORTED.items()}
         except (OSError, ServerFailed) as error:
             violations.append(f"the server does not answer: {type(error).__name__}: {error}")
         violations += traffic.problems
-    log = server.log.read_text(errors="replace")
-    violations += [f"log: {line}" for line in log_problems(log)]
+    violations += [f"log: {line}" for line in checks.log_problems(server.log.read_text(errors="replace"))]
     record.update(_summed(traffic, censuses))
     if "server_counts" in record:
-        record["too_few"] = too_few(record, leg.device_tokens, has_store=leg.store)
+        record["too_few"] = checks.too_few(record, leg.device_tokens, has_store=leg.store)
     try:
-        record["outputs"] = _compared(
-            leg, folder, options.server_args, prompts, traffic, allowed, violations, say
-        )
+        record["outputs"] = _compared(leg, folder, options.server_args, prompts, traffic, violations)
     except (OSError, ServerFailed) as error:  # earlier results are still reported
-        record["outputs"] = {}
         violations.append(f"no cold run to compare with: {type(error).__name__}: {error}")
     return record
 
@@ -157,10 +121,7 @@ def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
     if leg.model is None:
         ids = list(text.encode("ascii"))
     else:
-        status, answer = post(server.port, "/tokenize", {"prompt": text, "add_special_tokens": False})
-        if status != 200:
-            raise ServerFailed(f"/tokenize answered {status}: {answer[:300]!r}")
-        ids = json.loads(answer)["tokens"]
+        ids = server.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
     # The prompts exceed the pool and the host tier together, also with a narrower host layout.
     working_set = 2 * leg.device_tokens * (1 + leg.host_ratio * (3 if leg.rounds_on_the_way else 1))
     return make_prompts(ids, leg.device_tokens, leg.page_size_tokens, working_set, seed)
@@ -169,32 +130,22 @@ def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
 def _described(server: Server, prompts: Sequence[Prompt]) -> dict[str, Any]:
     info = server.info()
     names = ("kv_cache_layout", "kv_cache_arrangement", "kv_host_layout", "page_size", "max_total_num_tokens")
+    lengths = [len(prompt.token_ids) for prompt in prompts]
     return {
         **{name: info[name] for name in names if name in info},
-        "arguments": _arguments(server.arguments),
+        "arguments": server.arguments,
         "prompts": len(prompts),
-        "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
-        "longest_prompt_tokens": max(len(prompt.token_ids) for prompt in prompts),
+        "prompt_tokens": sum(lengths),
+        "longest_prompt_tokens": max(lengths),
     }
 
 
-def _arguments(arguments: Sequence[str]) -> list[str]:
-    """Arguments without those that describe this machine."""
-    dropped = [at + 1 for at, a in enumerate(arguments) if a in ("--model-path", "--port")]
-    return [a for at, a in enumerate(arguments) if not {at, at + 1} & set(dropped)]
-
-
 def _rounds(
-    server: Server,
-    traffic: Traffic,
-    seconds: float,
-    censuses: list[dict[str, Any]],
-    violations: list[str],
-    say: Callable[[str], None],
+    server: Server, traffic: Traffic, seconds: float, censuses: list[dict[str, Any]], violations: list[str]
 ) -> float:
     """Run traffic with a census after every round; returns the seconds of traffic."""
-    censuses.append(idle_census(server))
-    violations += census_problems(censuses[-1])
+    censuses.append(checks.idle_census(server))
+    violations += checks.census_problems(censuses[-1])
     spent, number, known = 0.0, 0, set[str]()
     # Violations do not end the soak, since later rounds may find more. MANY failed requests end it: the
     # server has probably ended.
@@ -203,8 +154,8 @@ def _rounds(
         traffic.run(min(ROUND_S, seconds - spent))
         spent += time.monotonic() - began
         number += 1
-        censuses.append(idle_census(server))
-        problems = [one for one in census_problems(censuses[-1]) if one not in known]
+        censuses.append(checks.idle_census(server))
+        problems = [one for one in checks.census_problems(censuses[-1]) if one not in known]
         known.update(problems)
         violations += [f"after {spent:.0f} s: {problem}" for problem in problems]
         if number % FLUSH_EVERY == 0:
@@ -219,50 +170,43 @@ def _flush(server: Server, censuses: list[dict[str, Any]], violations: list[str]
     if status != 200:
         violations.append(f"/flush_cache answered {status}: {answer[:200]!r}")
         return
-    censuses.append(idle_census(server))
-    violations += census_problems(censuses[-1], flushed=True)
+    censuses.append(checks.idle_census(server))
+    violations += checks.census_problems(censuses[-1], flushed=True)
 
 
 def _summed(traffic: Traffic, censuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    complete = [outcome for outcome in traffic.outcomes if outcome.complete]
+    complete = sum(outcome.complete for outcome in traffic.outcomes)
     cached: Counter[str] = Counter()
     for outcome in traffic.outcomes:
         cached.update(outcome.cached)
     watched = next((c["transfers"] for c in reversed(censuses) if c["transfers"]), None)
     return {
         "requests": dict(sorted(traffic.counts.items())),
-        "answers_complete": len(complete),
-        "answers_given_up": len(traffic.outcomes) - len(complete),
-        "generated_tokens": sum(len(outcome.token_ids) for outcome in traffic.outcomes),
+        "answers_complete": complete,
+        "answers_given_up": len(traffic.outcomes) - complete,
         "found_tokens": dict(cached),
         "censuses": len(censuses),
         "pages_in_both_tiers_compared": sum((c["bytes"] or {"pages": 0})["pages"] for c in censuses),
-        "of_them_computed_twice": sum((c["bytes"] or {}).get("unequal_pages", 0) for c in censuses),
         "transfers_compared": watched,
         "resident_megabytes": [round(c["resident_bytes"] / 1e6) for c in censuses],
     }
 
 
 def _compared(
-    leg: Leg,
-    folder: Path,
-    server_args: Sequence[str],
-    prompts: Sequence[Prompt],
-    traffic: Traffic,
-    allowed: float,
+    leg: Leg, folder: Path, server_args: Sequence[str], prompts: Sequence[Prompt], traffic: Traffic,
     violations: list[str],
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    longest: dict[int, int] = {}
+) -> dict[str, Any]:  # fmt: skip
+    """Compare the outputs with those of a server without caches."""
+    longest: Counter[int] = Counter()
     for outcome in traffic.outcomes:
-        if outcome.token_ids:
-            longest[outcome.prompt] = max(longest.get(outcome.prompt, 0), len(outcome.token_ids))
+        longest[outcome.prompt] = max(longest[outcome.prompt], len(outcome.token_ids))
+    longest += Counter()  # without prompts that have no output
     if not longest:
         violations.append("no output to compare")
         return {}
-    say(f"  starting for the cold run, log {folder / f'{leg.name}-cold.log'}")
+    say(f"  cold run of {len(longest)} prompts, log {folder / f'{leg.name}-cold.log'}")
+    allowed = tolerance(leg)
     with cold_server(leg, folder, server_args) as server:
-        say(f"  cold run of {len(longest)} prompts")
         cold = ColdRun(server, prompts)
         cold.run(longest)
         result = compare(traffic.outcomes, cold, allowed, allowed)
@@ -277,6 +221,5 @@ def _compared(
             f"log-probabilities are {result.mean_difference:.4f} apart from a cold run's on average, limit "
             f"{MEAN_ROUNDED}"
         )
-    found = result.as_dict()
-    found["mismatches"] = {"count": len(result.mismatches), "first": result.mismatches[:3]}
-    return {"tie_tolerance": allowed, "log_probability_limit": allowed, "prompts": len(longest), **found}
+    mismatches = {"count": len(result.mismatches), "first": result.mismatches[:3]}
+    return {**asdict(result), "tolerance": allowed, "mismatches": mismatches}

@@ -28,11 +28,7 @@ class Prompt:
 
 
 def lengthened(text_ids: Sequence[int], tokens: int) -> list[int]:
-    """A text of at least `tokens` tokens: the text, then repetitions of its windows in new random orders.
-
-    `text_ids`: Tokens of a text that is not empty.
-    Returns: tokens, reproducible from the arguments.
-    """
+    """A text of at least `tokens` tokens: the text, then repetitions of its windows in new random orders."""
     longer = list(text_ids)
     windows = [longer[at : at + _WINDOW_TOKENS] for at in range(0, len(longer), _WINDOW_TOKENS)]
     rng = random.Random(0)
@@ -46,14 +42,13 @@ def lengthened(text_ids: Sequence[int], tokens: int) -> list[int]:
 def make_prompts(
     text_ids: Sequence[int], device_tokens: int, page_size_tokens: int, working_set_tokens: int, seed: int
 ) -> list[Prompt]:
-    """Prompts with shared prefixes that together do not fit into the tiers.
+    """Prompts with shared prefixes that together do not fit into the tiers, reproducible from the arguments.
+
+    A few are shorter than a page; about one of eleven takes more than half of the pool, up to 0.8 of it.
 
     `text_ids`: Tokens of a text from which prompts are cut; a text shorter than two pools is `lengthened`,
       since a subword tokenizer gives few tokens for the package's text.
-    `device_tokens`, `page_size_tokens`: Sizes of the pool and of a page.
     `working_set_tokens`: Lower bound of the tokens of all prompts, with shared prefixes counted once.
-    Returns: prompts, reproducible from the arguments. A few are shorter than a page; about one of eleven
-      takes more than half of the pool, up to 0.8 of it.
     ValueError: if the text is empty.
     """
     if not text_ids:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts.kit.environment import on_path
 from scripts.soak.in_server import BREAK
 from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
@@ -19,7 +18,7 @@ from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
-__all__ = ["LEGS", "Leg", "cold_server", "has_sparse_attention", "soaked_server"]
+__all__ = ["LEGS", "Leg", "cold_server", "of_model", "soaked_server"]
 
 #: Makes SGLang compare its own counts of tokens after every step, not only when it is idle, and search for
 #: pages that are both free and in use, or free twice. A scheduler that finds a problem ends.
@@ -28,8 +27,6 @@ _SGLANG_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-
-
 #: Limits torch's caches of compiled matrix multiplications on a CPU. They have an entry per shape; with their
 #: default of up to 1024 entries they take 1.3 GB in a soak, which would hide a leak.
 _FEW_COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
@@ -78,16 +75,6 @@ class Leg:
             *("--random-seed", "0", "--enable-cache-report", "--enable-metrics"),
         ]
 
-    def for_sparse_attention(self) -> Leg:
-        """This leg with the only page size and arrangement for models with sparse attention."""
-        return replace(self, sparse=True, page_size_tokens=64, arrangement="layer_major")
-
-    def with_options(self, arrangement: str | None, host_layout: str | None) -> Leg:
-        """This leg with options of the command line."""
-        return replace(
-            self, arrangement=arrangement or self.arrangement, host_layout=host_layout or self.host_layout
-        )
-
 
 #: Settings with every arrangement and write policy, two of them with a store. Layouts take them in turn.
 _SETTINGS: tuple[dict[str, Any], ...] = (
@@ -125,26 +112,25 @@ LEGS = (
 )  # fmt: skip
 
 
-def has_sparse_attention(model: str) -> bool:
-    """Whether a model's config.json has sparse attention; False for a name on Hugging Face.
+def of_model(leg: Leg, model: str) -> Leg:
+    """A leg of a checkpoint on a GPU; one with sparse attention has only one page size and arrangement.
 
     ValueError: if the model does not exist, or its config.json is invalid.
     """
+    leg = replace(leg, model=model, device_tokens=8192)
     text = find_model(model).config
-    if text is None:
-        return False
-    config = json.loads(text)
+    config = {} if text is None else json.loads(text)  # a name on Hugging Face counts as dense
     text_config = config.get("text_config")  # multimodal models
     configs = (config, text_config if isinstance(text_config, dict) else {})
-    return any(one.get("index_topk") is not None for one in configs)
+    if all(one.get("index_topk") is None for one in configs):
+        return leg
+    return replace(leg, sparse=True, page_size_tokens=64, arrangement="layer_major")
 
 
 def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
-    package = "scripts.soak.in_server" + (".demo" if leg.model is None else "")
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "scripts.soak.in_server" + (".demo" if leg.model is None else ""),
+        "PYTHONPATH": on_path()["PYTHONPATH"],
         # Otherwise a chunk's queries attend its rows as computed, and queries of later chunks attend them as
         # stored. The variable has no effect on sparse attention, and a server of such a model refuses it.
         **({} if leg.sparse else {env.PREFILL_READS_ROWS: "1"}),
@@ -167,13 +153,9 @@ def soaked_server(
     ]
     extra = {**_SGLANG_CHECKS, BREAK: ",".join(breakages)}
     if leg.store:
-        arguments += [
-            *("--hicache-storage-backend", "file", "--served-model-name", "soak"),
-            *(
-                "--hicache-storage-backend-extra-config",
-                json.dumps({"prefetch_threshold": leg.page_size_tokens}),
-            ),
-        ]
+        config = json.dumps({"prefetch_threshold": leg.page_size_tokens})
+        arguments += ["--hicache-storage-backend", "file", "--served-model-name", "soak"]
+        arguments += ["--hicache-storage-backend-extra-config", config]
         extra["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(store)
     return Server([*arguments, *server_args], folder / f"{leg.name}.log", _environment(leg, extra))
 

@@ -24,8 +24,11 @@ def gated(report):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    rows = [row for row in json.loads(report.read_text())["results"] if row["gate"]]
-    return {(row["operation"], row["layout"]): (row["ratio_to_copy"], row["target"] / 2) for row in rows}
+    rows = [row for row in json.loads(report.read_text())["results"] if "target" in row]
+    return {
+        (row["job"]["operation"], row["job"]["layout"]): (row["ratio_to_copy"], row["target"] / 2)
+        for row in rows
+    }
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.demo.measure import Scores, compare_scores, divergence
+from sgl_kvpool.demo.measure import Scores, compare_scores, divergence, found_passkey, passkey_prompt
 from sgl_kvpool.demo.model import model_path
 
 
@@ -41,6 +41,22 @@ def test_divergence_over_few_tokens_is_a_lower_bound(seed):
     exact = (np.exp(p) * (p - near)).sum()
     assert divergence(best(near, 20), best(p, 20)) == pytest.approx(exact, rel=0.6)
     assert divergence(best(p, 20), best(p, 20)) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_hidden_number(depth):
+    text, key = passkey_prompt(16_000, depth, seed=3)
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if key in line)
+    assert abs(at - depth * len(lines)) < 3
+    assert 0.97 < len(text) / 16_000 < 1.05
+    assert text.count(key) == 2
+    assert text.endswith("The pass key is")
+    assert passkey_prompt(16_000, depth, seed=3) == (text, key)
+    assert found_passkey(f" {key}. Remember it.", key)
+    assert not found_passkey(" 4. " + key, key)
+    assert not found_passkey(key + "1", key)
+    assert not found_passkey("no idea", key)
 
 
 def test_divergences_of_windows():

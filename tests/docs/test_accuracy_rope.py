@@ -64,8 +64,7 @@ def test_narrow_rows_are_stored_as_in_wide_ones():
 
 def test_the_committed_results_are_of_these_cases():
     fields = json.loads((ROOT / "docs" / "benchmarks" / "rope_cpu.json").read_text())
-    assert fields["schema"] == accuracy_rope.SCHEMA
-    assert [(r["latent"], r["rotary"]) for r in fields["results"]] == list(accuracy_rope.CASES)
+    assert [tuple(r["job"].values()) for r in fields["results"]] == list(accuracy_rope.CASES)
     assert fields["scored_tokens"] == sum(len(window.token_ids) - 1 for window in held_out_windows())
     # The second is `fp4`, which the server measured too, with bf16 weights.
     served = json.loads((ROOT / "docs" / "benchmarks" / "demo_cpu.json").read_text())["results"]

@@ -1,21 +1,26 @@
-"""docs/benchmarks.md has the numbers of committed JSON."""
+"""docs/accuracy.md and docs/benchmarks.md have the numbers of their script and of committed JSON."""
 
 import pytest
 
-from scripts.figures import benchmark_tables, page_tables
+from scripts.figures import page_tables, tables
+
+TABLES = [(page, name) for page, found in tables.PAGES.items() for name in found]
 
 
-@pytest.mark.parametrize("name", benchmark_tables.TABLES)
-def test_the_page_has_the_numbers_of_the_json(name):
-    page = benchmark_tables.PAGE.read_text()
-    table = {name: benchmark_tables.TABLES[name]}
-    assert page_tables.updated(page, table) == page, "run python -m scripts.figures.benchmark_tables --write"
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[1] == "errors")) for one in TABLES],
+    ids=lambda value: getattr(value, "stem", value),
+)
+def test_the_page_has_the_numbers(page, name):
+    if name == "errors":
+        pytest.importorskip("sglang")
+    text, table = page.read_text(), {name: tables.PAGES[page][name]}
+    assert page_tables.updated(text, table) == text, "run python -m scripts.figures.tables --write"
 
 
-def test_every_layout_and_file_is_on_the_page():
-    """Each file under docs/benchmarks is linked from a page, or read by a command or a test alone."""
-    pages = "".join(page.read_text() for page in benchmark_tables.PAGE.parent.glob("*.md"))
-    elsewhere = {"transfer_cpu.json"}
-    files = {file.name for file in (benchmark_tables.PAGE.parent / "benchmarks").iterdir()}
-    assert {name for name in files if f"(benchmarks/{name})" not in pages} == elsewhere
-    assert all(f"| `{layout}` " in benchmark_tables.cpu_table() for layout in benchmark_tables.LAYOUTS)
+def test_every_layout_and_file_is_on_a_page():
+    pages = "".join(page.read_text() for page in tables.DOCS.glob("*.md"))
+    files = {file.name for file in (tables.DOCS / "benchmarks").iterdir()}
+    assert [name for name in files if f"(benchmarks/{name})" not in pages] == []
+    assert all(f"| `{layout}` " in tables.cpu_table() for layout in tables.LAYOUTS)

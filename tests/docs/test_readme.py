@@ -47,7 +47,7 @@ def test_every_layout_has_its_row_and_its_perplexity():
 def test_perplexities_of_fp4_and_of_sglangs_fp4_are_the_measured_ones():
     results = json.loads((ROOT / "docs" / "benchmarks" / "llm_cpu.json").read_text())["results"]
     for name in ("`fp4`", "SGLang's `fp4_mx_block16`"):
-        (found,) = (one["difference"]["perplexity_change"] for one in results if one["name"] == name)
+        (found,) = (one["difference"]["perplexity_change"] for one in results if one["job"]["name"] == name)
         assert f"{100 * found:+.1f} %" in README
 
 

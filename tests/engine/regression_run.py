@@ -16,9 +16,9 @@ sys.path.append(str(ROOT))
 # ruff: noqa: E402
 # These imports need the path.
 from scripts.kit.environment import Machine
-from scripts.kit.records import header, read_run, write_lines
+from scripts.kit.records import read_run, write_lines
 from scripts.kit.runner import Step, run_steps
-from scripts.servers.parsers import lines
+from scripts.servers.server_steps import measurements
 
 SERVER = "serve-demo-fp4"
 
@@ -57,9 +57,8 @@ def _damaged(out, run, folder):
     command = [sys.executable, __file__, json.dumps(request), folder / "damaged"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=1500, check=True)
     path = folder / "damaged.jsonl"
-    others = [line for one in run.steps.values() if one.name != SERVER for line in one.lines()]
-    end = {"line": "end", "schema": 1, "status": 1, "seconds": 0}
-    write_lines(path, [header(run.facts), *others, *json.loads(done.stdout.splitlines()[-1]), end])
+    others = [one.as_line() for one in run.steps.values() if one.name != SERVER]
+    write_lines(path, [run.first_line(), *others, json.loads(done.stdout.splitlines()[-1])])
     return read_run(path)
 
 
@@ -69,11 +68,17 @@ def main():
     command = (sys.executable, "-m", "scripts.servers.serve", "{folder}")
     environment = {"OMP_NUM_THREADS": "1"}
     step = Step(
-        SERVER, "damaged", command, 900, lines, files={"request.json": request}, environment=environment
+        SERVER,
+        "damaged",
+        command,
+        900,
+        measurements,
+        files={"request.json": request},
+        environment=environment,
     )
     records = []
     run_steps([step], Machine(), Path(folder), ended=records.append, say=print)
-    print(json.dumps(records[0].lines()))
+    print(json.dumps(records[0].as_line()))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_the_minute_was_one_of_pressure(leg):
 @pytest.mark.engine("soak")
 def test_what_is_needed_to_run_it_again(record):
     report = record("soak")
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert (report["seed"], report["clients"], report["model"]) == (0, 6, "demo")
     assert set(report["versions"]) == {"sglang", "torch", "sgl-kvpool"}
     assert report["command"].startswith("python -m scripts.soak --legs fp4 --minutes 1")

@@ -7,17 +7,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from scripts.bench.measurements import measurements as of_benchmark
 from scripts.bench.tiles import tile_table
 from scripts.h100_regression import main
 from scripts.kit.environment import ROOT, Machine
 from scripts.kit.records import Measurement, read_run
 from scripts.kit.runner import Step
-from scripts.servers.first_light import MINUTES, FirstLight, first_light_steps
-from scripts.servers.parsers import benchmark, lines, tiles
+from scripts.servers.first_light import MINUTES, first_light_steps
+from scripts.servers.results import Results
+from scripts.servers.server_steps import measurements
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
 
@@ -54,11 +57,11 @@ def test_the_tests_it_names_are_there():
 @pytest.mark.parametrize("machine", [Machine(modules=ONLY_TORCH.modules), ONLY_TORCH])
 def test_a_rehearsal_on_the_cpu_skips_what_needs_a_gpu(machine):
     steps = first_light_steps(machine, on_gpu=False)
-    skipped = {step.name: step.without for step in steps if step.without}
+    reasons = {step.name: step.without or machine.missing(step.needs) for step in steps}
+    skipped = {name: why for name, why in reasons.items() if why}
     reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
     assert skipped == {"tests-core": reason, "rates": reason}
-    for step in steps:
-        assert step.without or "cuda" not in step.command
+    assert all(step.name in skipped or "cuda" not in step.command for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -84,34 +87,33 @@ def test_refusals(argv, why, capsys):
 def step(name, code, *, limit_s=30.0, **more):
     """A step that runs Python code, in which `folder` is its folder."""
     text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
-    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, lines, **more)
+    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, measurements, **more)
 
 
 def good(name, **more):
     """A step that writes a measurement and counts its runs."""
-    line = json.dumps(GOOD.to_json()) + "\n"
+    line = json.dumps(asdict(GOOD)) + "\n"
     code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
     return step(name, code, **more)
 
 
 def bad(name, **more):
     """A step that writes a measurement beyond its limit and counts its runs."""
-    line = json.dumps(Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0).to_json())
+    line = json.dumps(asdict(Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0))) + "\n"
     code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
     return step(name, code, **more)
 
 
 def go(out, *steps, minutes=5.0, facts=FACTS):
     """Run the steps without a result; return the exit status and first_light.json."""
-    light = FirstLight(out, facts, steps)
+    light = Results(out, "first_light", facts, steps)
     left = [one for one in steps if light.lacks(one.name)]
     status = light.run(left, Machine(), time_limit_scale=1.0, minutes=minutes, say=print)
     return status, found_in(out)
 
 
 def found_in(out):
-    found = json.loads((out / "first_light.json").read_text())
-    return found
+    return json.loads((out / "first_light.json").read_text())
 
 
 def statuses(found):
@@ -167,7 +169,7 @@ def test_steps_cut_off_or_skipped_for_time_are_run_the_next_time(tmp_path):
 
 
 def test_a_step_that_was_cut_short_keeps_what_it_found_when_the_next_run_has_no_time(tmp_path):
-    line = json.dumps(GOOD.to_json())
+    line = json.dumps(asdict(GOOD)) + "\n"
     slow = step(
         "slow",
         f"(folder / 'measurements.jsonl').write_text({line!r})\nimport time; time.sleep(600)",
@@ -206,13 +208,13 @@ def test_a_folder_that_something_else_wrote(tmp_path):
         go(tmp_path, good("first"))
 
 
-def test_lines_that_were_cut_off(tmp_path):
-    """A run killed between the lines of a step, and while it wrote one."""
+def test_a_line_that_was_cut_off(tmp_path):
+    """A run killed while it wrote the line of a step."""
     go(tmp_path, good("first"), good("second"))
     journal = tmp_path / "results.jsonl"
     text = journal.read_text().splitlines(keepends=True)
     at = next(i for i, line in enumerate(text) if '"second"' in line)
-    journal.write_text("".join(text[: at + 1]) + text[at + 1][:30])  # a measurement, half of its step's line
+    journal.write_text("".join(text[:at]) + text[at][:30])
     status, found = go(tmp_path, good("first"), good("second"))
     assert (status, statuses(found)) == (0, {"first": "ok", "second": "ok"})
     assert (runs(tmp_path, "first"), runs(tmp_path, "second")) == (1, 2)
@@ -271,7 +273,7 @@ def test_a_killed_run_is_continued(tmp_path):
     assert "[1/" not in printed  # nothing was left to do
     found = found_in(out)
     assert found["steps"] == cut["steps"]
-    assert {row["device"] for row in found["benchmarks"]["codec-quick"]["results"]} == {"cpu"}
+    assert found["benchmarks"]["codec-quick"]["device"] == "cpu"
     assert len(found["sources_sha256"]) == 64
 
 
@@ -295,44 +297,20 @@ def tile_row(
     return {"job": job, "status": "measured", "us": us, "graph_us": us, **more}
 
 
-def rate(what, name, status="measured", *, found=None, **job):
-    return {"job": {"what": what, **job}, "status": status, "name": name, **(found or {})}
+def rate(what, status="measured", *, found=None, **job):
+    return {"job": {"what": what, **job}, "status": status, **(found or {})}
 
 
 def rates_rows():
-    products = [
-        rate(
-            "products",
-            "m64n16k16, SS",
-            n=16,
-            kind=1,
-            sums=sums,
-            warp_groups=groups,
-            found={"clocks_per_product_of_the_sm": 16.0 / groups},
-        )
-        for sums in (1, 2)
-        for groups in (1, 2)
-    ]
-    gathers = [
-        rate(
-            "gather",
-            f"416, {per_sm} per SM",
-            row_bytes=416,
-            how=0,
-            order=2,
-            per_sm=per_sm,
-            found={"us": 700.0, "gb_per_s": 1000.0 * per_sm},
-        )
-        for per_sm in (1, 2)
-    ]
+    clocks = {"name": "m64n16k16, SS", "clocks_per_product_of_the_sm": 8.0}
     return [
-        rate("peaks", "peaks", found={"copy_gb_per_s": 3010.5, "matmul_tflop_per_s": 790.0}),
-        rate("instructions", "lop3", op=0, found={"instructions_per_clock_and_sm": 63.9}),
-        rate("subnormals", "bf16 subnormals", found={"A in registers": True}),
-        *products,
-        *gathers,
-        rate("gather", "576", "failed", row_bytes=576, how=0, order=2, per_sm=1, found={"reason": "hung"}),
-    ]  # fmt: skip
+        rate("peaks", found={"copy_gb_per_s": 3010.5, "matmul_tflop_per_s": 790.0}),
+        rate("instructions", op=0, found={"name": "lop3", "instructions_per_clock_and_sm": 63.9}),
+        rate("subnormals", found={"name": "bf16 subnormals", "A in registers": True}),
+        rate("products", n=16, kind=1, sums=1, warp_groups=2, found=clocks),
+        rate("gather", row_bytes=416, how=0, order=2, per_sm=1, found={"us": 700.0, "gb_per_s": 1000.0}),
+        rate("gather", "failed", row_bytes=576, how=0, order=2, per_sm=1, found={"reason": "hung"}),
+    ]
 
 
 @pytest.fixture
@@ -342,14 +320,16 @@ def light(tmp_path, monkeypatch):
     present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
     monkeypatch.setattr(tile_table, "table", lambda kernel="gluon": iter(present))
     steps = [
-        Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
+        Step(name, name, (), 1, measurements)
+        for name in ("tests-core", "rates", "tiles-16", "attention-quick")
     ]
     facts = {**FACTS, "gpu": "NVIDIA H100 80GB HBM3", "commit": "c" * 40}
-    found = FirstLight(tmp_path, facts, steps)
+    found = Results(tmp_path, "first_light", facts, steps)
     written = {
-        "rates": {"results": rates_rows()},
+        "rates": {"device": "cuda", "wrong": ["576: hung"], "results": rates_rows()},
         "tiles-16": {
             "device": "cuda",
+            "wrong": ["fp8, triton"],
             "results": [
                 tile_row(100.0),
                 tile_row(60.0, rows=128),
@@ -401,14 +381,12 @@ def test_the_page(light, monkeypatch):
 
 def test_measurements_of_rates_and_tiles(light):
     steps = light.out / "steps"
-    found = {one.metric: one for one in benchmark(steps / "rates")}
-    assert len(found) == len(benchmark(steps / "rates")) == 2 + 1 + 1 + 4 + 2 * 2 + 1 + 2
-    assert found["name=lop3: instructions_per_clock_and_sm"].value == 63.9
-    product = found["name=m64n16k16, SS kind=1 sums=1 warp_groups=2: clocks_per_product_of_the_sm"]
+    found = {one.metric: one for one in of_benchmark(steps / "rates")}
+    assert len(found) == len(of_benchmark(steps / "rates")) == 1 + 1 + 1 + 1 + 2 + 1 + 2
+    assert found["what=instructions op=0: instructions_per_clock_and_sm"].value == 63.9
+    product = found["what=products n=16 kind=1 sums=1 warp_groups=2: clocks_per_product_of_the_sm"]
     assert (product.value, product.better) == (8.0, "lower")
     assert found["wrong or failed results"].passed is False
-    found = {one.metric: one for one in tiles(steps / "tiles-16")}
+    found = {one.metric: one for one in of_benchmark(steps / "tiles-16")}
     assert sum(one.unit == "us" for one in found.values()) == 5
-    # The tile with wrong results is one of the table.
-    assert found["tiles of the table that are wrong or fail"].passed is False
-    assert found["wrong or failed results"].passed is None
+    assert found["wrong or failed results"].note == "fp8, triton"

@@ -11,8 +11,7 @@ import pytest
 from live_processes import alive
 
 from scripts.kit.environment import on_path
-from scripts.kit.isolated_tests import breadth_first, in_order
-from scripts.servers.parsers import isolated_tests
+from scripts.kit.isolated_tests import in_order, measurements
 
 TESTS = """
     import os, time
@@ -117,7 +116,7 @@ def test_every_way_to_end(project, run, tmp_path):
     assert reasons["test_absent.py"] == absent
     # The whole of a failure is in the log.
     assert 'def test_bad(n): assert n == 5, "not five"' in printed
-    measured = {one.metric: one for one in isolated_tests(tmp_path / "out")}
+    measured = {one.metric: one for one in measurements(tmp_path / "out")}
     assert {name: one.value for name, one in measured.items()} == {
         "tests passed": 3, "tests failed": 7, "tests skipped": 1, "tests not run": 0,
     }  # fmt: skip
@@ -159,6 +158,33 @@ def test_what_breaks_cuda_fails_alone(project, run):
     assert "illegal memory access" in found["test_cuda.py::test_1_faults"][1]
 
 
+def test_in_one_process_the_fixtures_of_a_module_are_kept(project, run, tmp_path):
+    files = project(test_some="""
+        import pytest
+        @pytest.fixture(scope="module")
+        def made(request): return []
+        @pytest.mark.parametrize("n", [0, 1, 2])
+        def test_good(made, n): made.append(n); assert len(made) == n + 1
+        def test_bad(made): raise ValueError(made)
+        @pytest.mark.skip(reason="no kernel here")
+        def test_skipped(): pass
+    """, test_absent="import no_such_module")  # fmt: skip
+    status, found, _ = run("--workers", "0", *files)
+    assert status == 1
+    assert [outcome for outcome, _ in found.values()].count("passed") == 3
+    assert found["test_some.py::test_bad"] == ("failed", "ValueError: [0, 1, 2]")
+    assert found["test_some.py::test_skipped"] == ("skipped", "no kernel here")
+    assert found["test_absent.py"][1].startswith("cannot be collected: ModuleNotFoundError")
+    counts = {one.metric: one.value for one in measurements(tmp_path / "out")}
+    assert (counts["tests passed"], counts["tests not run"]) == (3, 0)
+    # The rest of a run that was cut off.
+    lines = (tmp_path / "out" / "tests.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out" / "tests.jsonl").write_text("".join(line for line in lines if "test_bad" not in line))
+    status, found, _ = run("--workers", "0", files[0])
+    assert found["test_some.py::test_bad"] == ("failed", "ValueError: []")
+    assert run("--workers", "0", "test_no_such_file.py", out="other")[0] == 1
+
+
 def test_only_skipped_tests_are_no_success(project, run):
     files = project(test_some="""
         import pytest
@@ -197,7 +223,7 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
     process.send_signal(number)
     process.communicate(timeout=60)
     assert outcomes(out) == {"test_some.py::test_quick": ("passed", "")}
-    counts = {one.metric: one.value for one in isolated_tests(out)}
+    counts = {one.metric: one.value for one in measurements(out)}
     assert counts["tests not run"] == 2
     for _ in range(100):
         if not alive(int(pid.read_text())):
@@ -208,6 +234,6 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
 
 def test_the_first_case_of_each_function_comes_first():
     names = ["a.py::x[1]", "a.py::x[2]", "a.py::y", "b.py::x[7]", "b.py::x[8]", "b.py::x[9]"]
-    assert breadth_first(names) == [names[0], names[2], names[3], names[1], names[4], names[5]]
+    assert in_order(names) == [names[0], names[2], names[3], names[1], names[4], names[5]]
     found = in_order(names, "b.py::x[8]", ["a.py"])
     assert found == [names[4], names[3], names[5], names[0], names[2], names[1]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from scripts.h100_regression import main
-from scripts.kit.records import KINDS, SCHEMA, Measurement, Run, StepRecord, header, read_run, write_lines
+from scripts.kit.records import SCHEMA, Measurement, Run, StepRecord, read_run, write_lines
 from scripts.servers.compare import compare
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "model": None, "options": {"layouts": ["bf16", "fp4"]}}
@@ -46,8 +46,6 @@ def one(value, kind="kernel_ratio", better="higher", **more):
         ("distance", "lower", 0.001, 0.0061, "worse"),
         ("agreement", "higher", 0.99, 0.975, "same"),
         ("agreement", "higher", 0.99, 0.96, "worse"),
-        ("score", "higher", 0.90, 0.88, "same"),
-        ("score", "higher", 0.90, 0.86, "worse"),
         ("count", "higher", 120, 119, "worse"),
         ("count", "lower", 0, 1, "worse"),
         ("size", "lower", 416, 656, "worse"),
@@ -131,7 +129,7 @@ def test_a_cpu_compares_no_speeds():
 
 def test_another_checkpoint():
     def of(sha):
-        score = Measurement("GSM8K", 0.9 if sha == "a" else 0.5, "", "score")
+        score = Measurement("same top token", 0.9 if sha == "a" else 0.5, "", "agreement")
         facts = {**H100, "model": {"name": sha, "config_sha256": sha}}
         return run(score, facts=facts, step="serve-model-fp4")
 
@@ -143,7 +141,7 @@ def test_another_checkpoint():
 
 
 def written(path, value, schema=SCHEMA, end=True):
-    lines = [header(H100), *StepRecord("attention", "ok", "", 1.0, (one(value),)).lines()]
+    lines = [Run(H100).first_line(), StepRecord("attention", "ok", "", 1.0, (one(value),)).as_line()]
     lines += [{"line": "end", "schema": schema, "status": 0, "seconds": 1}] if end else []
     write_lines(path, [{**line, "schema": schema} for line in lines])
     return path
@@ -160,7 +158,7 @@ def test_a_run_is_read_as_written(tmp_path):
 def test_every_line_is_json_with_the_schema(tmp_path):
     path = written(tmp_path / "a.jsonl", 2.0)
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    assert [line["line"] for line in lines] == ["run", "measurement", "step", "end"]
+    assert [line["line"] for line in lines] == ["run", "step", "end"]
     assert {line["schema"] for line in lines} == {SCHEMA}
 
 
@@ -186,7 +184,3 @@ def test_no_results(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"a\.jsonl"):
         read_run(path)
-
-
-def test_every_kind_says_why():
-    assert all(kind.why for kind in KINDS.values())

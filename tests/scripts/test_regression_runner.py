@@ -7,30 +7,31 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from scripts.kit import processes
 from scripts.kit.environment import Machine
-from scripts.kit.records import Measurement, write_measurements
+from scripts.kit.records import Measurement, write_lines
 from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
-from scripts.servers.parsers import junit, lines
+from scripts.servers.server_steps import measurements
 
 MACHINE = Machine(modules=frozenset({"numpy"}))
 GOOD = Measurement("answer", 42.0, "s", "fact")
-UNMEASURED = json.dumps(Measurement("answer", None, "s", "fact", note="not run: no time left").to_json())
+UNMEASURED = json.dumps(asdict(Measurement("answer", None, "s", "fact", note="not run: no time left")))
 
 
-def step(name, code, *, limit_s=20.0, parse=lines, **more):
+def step(name, code, *, limit_s=20.0, parse=measurements, **more):
     """A step that runs Python code, in which `folder` is its folder."""
     text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
     return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, parse, **more)
 
 
 def good(name, **more):
-    line = json.dumps(GOOD.to_json())
-    return step(name, f"(folder / 'measurements.jsonl').write_text({line!r})", **more)
+    line = json.dumps(asdict(GOOD))
+    return step(name, f"(folder / 'measurements.jsonl').write_text({line!r} + chr(10))", **more)
 
 
 @pytest.fixture
@@ -71,14 +72,14 @@ def gone(pid):
 def test_one_bad_step_does_not_stop_the_others(run):
     found = run(
         step("fails", "print('first'); sys.exit('no such kernel')"),
-        step("garbage", "(folder / 'measurements.jsonl').write_text('{\"metric\": ')"),
+        step("garbage", "(folder / 'measurements.jsonl').write_text('{\"metric\": \\n')"),
         step("silent", "pass"),
         step("empty", "(folder / 'measurements.jsonl').write_text('')"),
-        step("unmeasured", f"(folder / 'measurements.jsonl').write_text({UNMEASURED!r})"),
+        step("unmeasured", f"(folder / 'measurements.jsonl').write_text({UNMEASURED!r} + chr(10))"),
         step("needs no measurement", "pass", parse=None),
         step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         step("hangs", "import time; time.sleep(600)", limit_s=1.0),
-        Step("absent", "absent", ("/no/such/program",), 5, lines),
+        Step("absent", "absent", ("/no/such/program",), 5, measurements),
         good("good"),
     )
     said = {name: (record.status, record.reason) for name, record in found.items()}
@@ -111,24 +112,24 @@ def test_one_bad_step_does_not_stop_the_others(run):
     ],
 )
 def test_invalid_measurements_fail_the_step(run, line, why):
-    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({line!r})"))["one"]
+    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({line!r} + chr(10))"))["one"]
     assert found.status == "failed"
     assert why in found.reason
 
 
 def test_a_metric_measured_twice_is_no_result(run):
-    text = (json.dumps(GOOD.to_json()) + "\n") * 2
+    text = (json.dumps(asdict(GOOD)) + "\n") * 2
     found = run(step("one", f"(folder / 'measurements.jsonl').write_text({text!r})"))["one"]
     assert found.reason == "its results cannot be read: ValueError: 'answer' was measured twice"
 
 
 def test_what_was_measured_before_the_end_is_kept(run):
-    line = json.dumps(GOOD.to_json())
+    line = json.dumps(asdict(GOOD))
     found = run(
         step(
             "slow",
             f"""
-            (folder / 'measurements.jsonl').write_text({line!r})
+            (folder / 'measurements.jsonl').write_text({line!r} + chr(10))
             import time; time.sleep(600)
             """,
             limit_s=1.5,
@@ -138,8 +139,8 @@ def test_what_was_measured_before_the_end_is_kept(run):
 
 
 def test_limits_fail_a_step(run):
-    bad = json.dumps(Measurement("distance", 0.4, "nats", "distance", "lower", at_most=0.25).to_json())
-    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({bad!r})"))["one"]
+    bad = json.dumps(asdict(Measurement("distance", 0.4, "nats", "distance", "lower", at_most=0.25)))
+    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({bad!r} + chr(10))"))["one"]
     assert (found.status, found.reason) == ("failed", "distance: 0.4 nats, limit at most 0.25")
 
 
@@ -277,33 +278,6 @@ def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
 
 def test_measurements_are_read_as_written(tmp_path):
     other = Measurement("b", None, "x", "kernel_ratio", "lower", note="no peer", layout="fp4")
-    write_measurements(tmp_path, [GOOD])
-    write_measurements(tmp_path, [other])
-    assert lines(tmp_path) == [GOOD, other]
-
-
-def test_pytest_as_a_step(run, tmp_path):
-    """A real pytest with a test that passes, one that fails, one that errs and one that is skipped."""
-    file = tmp_path / "test_some.py"
-    file.write_text(
-        textwrap.dedent("""
-        import pytest
-        def test_good(): pass
-        def test_bad(): assert 1 == 2
-        def test_broken(nothing_of_the_kind): pass
-        @pytest.mark.skip(reason="no kernel here")
-        def test_skipped(): pass
-        """)
-    )
-    command = (sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--junitxml={folder}/junit.xml")
-    only_good = Step("good", "", (*command, f"{file}::test_good"), 60, junit)
-    none_run = Step("none", "", (*command, f"{file}::test_skipped"), 60, junit)
-    broken = Step("broken", "", (*command, str(tmp_path / "test_absent.py")), 60, junit)
-    found = run(Step("all", "", (*command, str(file)), 60, junit), only_good, none_run, broken)
-    counts = {one.metric: one.value for one in found["all"].measurements}
-    assert counts == {"tests passed": 1, "tests failed": 2, "tests skipped": 1}
-    assert found["all"].reason == "tests failed: 2 tests, limit at most 0 (test_bad; test_broken)"
-    assert found["good"].status == "ok"
-    assert found["none"].reason == "tests passed: 0 tests, limit at least 1"
-    assert found["none"].measurements[2].note == "no kernel here"
-    assert found["broken"].status == "failed"
+    write_lines(tmp_path / "measurements.jsonl", [asdict(GOOD)])
+    write_lines(tmp_path / "measurements.jsonl", [asdict(other)])
+    assert measurements(tmp_path) == [GOOD, other]

@@ -9,20 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts.h100_regression import main
+from scripts.h100_regression import in_all, main
 from scripts.kit import environment
 from scripts.kit.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from scripts.kit.records import read_run
 from scripts.kit.runner import in_words
-from scripts.servers.durations import in_all, with_durations
-from scripts.servers.limits import LIMITS, SCORES
-from scripts.servers.parsers import lines
+from scripts.servers.limits import LIMITS
 from scripts.servers.questions import Hits, full_hit
 from scripts.servers.request import PARTS, Request
 from scripts.servers.serve import Asked
+from scripts.servers.server_steps import measurements
 from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
 from scripts.servers.steps import Options, all_steps, choose
-from sgl_kvpool.demo.measure import found_passkey, passkey_prompt
 
 EVERYTHING = Machine(
     gpus=("NVIDIA H100 80GB HBM3",) * 2, modules=frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True
@@ -37,7 +35,7 @@ def steps(machine=EVERYTHING, **options):
 
 
 def request(step):
-    return Request(**json.loads(step.files["request.json"]))
+    return Request.from_json(step.files["request.json"])
 
 
 @pytest.mark.parametrize("machine", [EVERYTHING, NO_GPU])
@@ -82,9 +80,9 @@ def test_each_server_is_asked_everything_and_compared():
         if not name.startswith("serve-"):
             continue
         asked = request(step)
-        assert asked.parts == list(PARTS[:4])
+        assert asked.parts == list(PARTS)
         assert asked.evict_tokens > 0
-        assert asked.is_sparse == (asked.model == "v32")
+        assert asked.load.is_sparse == (asked.model == "v32")
         assert "--enable-hierarchical-cache" in asked.arguments
         layouts = [asked.arguments[i + 1] for i, a in enumerate(asked.arguments) if a == "--kv-cache-layout"]
         assert layouts == ([] if asked.layout is None else [asked.layout])
@@ -158,9 +156,7 @@ def checkpoint(tmp_path):
 
 
 def test_a_real_checkpoint(checkpoint):
-    found = steps(
-        model=str(checkpoint), tp=2, server_arguments=("--trust-remote-code",), gsm8k_data="test.jsonl"
-    )
+    found = steps(model=str(checkpoint), tp=2, server_arguments=("--trust-remote-code",))
     served = [name for name in found if name.startswith(("serve", "host"))]
     everyone = ("stock", *LAYOUTS)
     assert served == [*(f"serve-model-{x}" for x in everyone), *(f"host-model-{x}" for x in everyone)]
@@ -169,8 +165,7 @@ def test_a_real_checkpoint(checkpoint):
     assert asked.arguments[asked.arguments.index("--tp-size") + 1] == "2"
     assert "--trust-remote-code" in asked.arguments
     assert "--max-total-tokens" not in asked.arguments
-    assert asked.gsm8k_data == "test.jsonl"
-    assert all(isinstance(prompt, str) and len(prompt) == 2048 for prompt in asked.prompts)
+    assert all(isinstance(prompt, str) and len(prompt) == 2048 for prompt in asked.load.prompts)
     host = request(found["host-model-fp4"])
     assert host.evict_tokens > int(host.arguments[host.arguments.index("--max-total-tokens") + 1])
     assert not any(name.startswith("model-") for name in found)
@@ -181,7 +176,7 @@ def test_sparse_attention_may_answer_other_tokens_after_a_host_hit(name, passed,
     found = Hits(30.0, 10.0, 20.0, device_share=1.0, host_share=1.0, same_tokens=0.9)
     monkeypatch.setattr("scripts.servers.serve.wait_for_hits", lambda *_: found)
     Asked(request(steps()[name]), tmp_path).hits(None)
-    said = {one.metric: one.passed for one in lines(tmp_path)}
+    said = {one.metric: one.passed for one in measurements(tmp_path)}
     assert said["same tokens after a host hit as after a device hit"] is passed
     assert said["found on the host"] is True
 
@@ -199,32 +194,20 @@ def found_of_a_hybrid(count, chunk):
 def test_a_hybrids_repeated_prompts_can_be_found_in_full(checkpoint, field):
     asked = request(steps()["serve-kimi-fp4"])
     chunk = int(asked.arguments[asked.arguments.index("--chunked-prefill-size") + 1])
-    assert asked.hit_tokens > chunk
-    assert found_of_a_hybrid(asked.hit_tokens, chunk) == full_hit(asked.hit_tokens) == 1856
+    assert asked.load.hit_tokens > chunk
+    assert found_of_a_hybrid(asked.load.hit_tokens, chunk) == full_hit(asked.load.hit_tokens) == 1856
     # A multiple of a page ends on a state that a repeat may not use.
     assert (found_of_a_hybrid(1920, chunk), full_hit(1920)) == (1792, 1856)
     (checkpoint / "config.json").write_text(json.dumps({"vocab_size": 163840, **field}))
     asked = request(steps(model=str(checkpoint))["host-model-fp4"])
-    assert found_of_a_hybrid(asked.hit_tokens, 8192) == full_hit(asked.hit_tokens) > 8192
+    assert found_of_a_hybrid(asked.load.hit_tokens, 8192) == full_hit(asked.load.hit_tokens) > 8192
 
 
-def test_without_a_gpu_the_list_says_what_it_skips():
-    found = steps(NO_GPU, on_gpu=False, layouts=("fp4",))
-    here = [name for name, step in found.items() if not step.without]
-    assert here == [
+def test_the_reduced_form_without_a_gpu():
+    assert list(steps(NO_GPU, on_gpu=False, layouts=("fp4",))) == [
         *("tests-canonical", "codec-quick", "attention-quick", "transfer-quick"),
         *("serve-demo-stock", "serve-demo-bf16", "serve-demo-fp4"),
     ]
-    skipped = {name for name, step in found.items() if step.without == "torch sees no GPU"}
-    assert skipped >= {
-        "attention",
-        "tests-mla_decode",
-        "serve-v3",
-        "serve-v32",
-        "serve-kimi",
-        "memory",
-        "tp2",
-    }
 
 
 @pytest.mark.parametrize(
@@ -232,21 +215,19 @@ def test_without_a_gpu_the_list_says_what_it_skips():
     [(EVERYTHING, {}), (EVERYTHING, {"thorough": True, "quick": True}), (NO_GPU, {"on_gpu": False})],
 )
 def test_every_step_says_how_long_it_takes(machine, options):
-    on_gpu = options.get("on_gpu", True)
-    found = with_durations(list(steps(machine, **options).values()), on_gpu=on_gpu)
-    for step in found:
-        # A limit is clearly longer than the expected duration.
-        assert step.without or 0 < 1.5 * step.expected_s < step.limit_s, step.name
+    found = list(steps(machine, **options).values())
+    # A limit is clearly longer than the expected duration.
+    assert all(0 < 1.5 * step.expected_s < step.limit_s for step in found)
     if options == {}:
-        assert in_all(found, on_gpu=True).startswith("82 steps, about 3 h 59 min in all (estimate)")
+        assert in_all(found, machine).startswith("82 steps, about 3 h 5")
 
 
 def test_the_list_shows_durations_and_no_limits(capsys):
     assert main(["--core", "--list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert " 45 s  dry run of the attention benchmark" in lines["attention-quick"]
+    assert " 45 s  a dry run" in lines["attention-quick"]
     assert "300 s" not in "".join(lines.values())
-    assert lines["4"] == "4 steps, about 3 min in all (on two cores); --minutes ends a run earlier"
+    assert lines["4"] == "4 steps, about 3 min in all; --minutes ends a run earlier"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +240,7 @@ def test_durations_in_words(seconds, words):
 
 def test_every_shape_and_layout_has_limits():
     assert set(LIMITS) == {*RANDOM_SHAPES, "demo", "model"}
-    assert all(set(limits) == set(LAYOUTS) for limits in (*LIMITS.values(), SCORES))
+    assert all(set(limits) == set(LAYOUTS) for limits in LIMITS.values())
     for name, model in LIMITS.items():
         # A layout with fewer bits may be further away; the smallest distance is below the largest.
         assert model["bf16"].near < model["fp8_block_scale"].near <= model["fp4"].near
@@ -300,10 +281,10 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     assert "sglang" not in found.facts["modules"]
     assert "torch" in found.facts["versions"]
     assert [len(found.steps), found.steps["codec-quick"].status, found.is_complete] == [1, "ok", True]
-    # A second run does not write to the same folder.
+    # A second run into the same folder has nothing left to do.
     again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert again.returncode == 2
-    assert "exists already; name another folder" in again.stderr
+    assert again.returncode == 0
+    assert "[1/" not in again.stdout
 
 
 @pytest.mark.parametrize("read", ["nothing", "all steps"])
@@ -346,7 +327,7 @@ def test_gpu_tests_of_core_import_without_sglang():
     [
         (["--device", "cuda"], "torch sees no GPU"),
         (["--core", "--model", "x"], "--core starts no servers"),
-        (["--gsm8k-data", __file__], "needs --model"),
+        (["--server-args", "--x y"], "needs --model"),
         (["--tp", "2"], "--tp 2 needs --model; servers of random models with two ranks: --only 'tp2-*'"),
         (["--model", "/no/such/model"], "config.json is missing"),
         (["--layouts", "fp3"], "choose from bf16, fp8, fp8_block_scale, fp4"),
@@ -374,30 +355,10 @@ def test_a_driver_that_does_not_answer_is_a_fact(monkeypatch, tmp_path):
 
 def test_facts_of_a_run():
     found = facts_of(NO_GPU, ["--quick"])
-    assert len(found["commit"]) == 40
-    assert found["dirty"] in (True, False)
+    assert len(found["commit"].removesuffix("-dirty")) == 40
     assert found["versions"]["sgl-kvpool"]
     assert found["gpu"] is None
     json.dumps(found, allow_nan=False)
-
-
-# ------------------------------------------------------------- the hidden number
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_a_hidden_number(depth):
-    text, key = passkey_prompt(16_000, depth, seed=3)
-    lines = text.splitlines()
-    at = next(i for i, line in enumerate(lines) if key in line)
-    assert abs(at - depth * len(lines)) < 3
-    assert 0.97 < len(text) / 16_000 < 1.05
-    assert text.count(key) == 2
-    assert text.endswith("The pass key is")
-    assert passkey_prompt(16_000, depth, seed=3) == (text, key)
-    assert found_passkey(f" {key}. Remember it.", key)
-    assert not found_passkey(" 4. " + key, key)
-    assert not found_passkey(key + "1", key)
-    assert not found_passkey("no idea", key)
 
 
 def test_limits_of_the_random_models_are_those_of_the_tests_on_a_gpu():

@@ -85,34 +85,11 @@ def test_a_leg_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path, 
     [
         ("", {"bf16": 0.05, "bf16-on-fp4_fp8_rope": 3.0}),
         ("--model some/model", {"bf16": 0.5, "bf16-on-fp4_fp8_rope": 3.0}),
-        ("--tie-tolerance 0.2", {"bf16": 0.2, "bf16-on-fp4_fp8_rope": 0.2}),
-        ("--model some/model --tie-tolerance 0", {"bf16": 0.0, "bf16-on-fp4_fp8_rope": 0.0}),
     ],
 )
 def test_tolerance(arguments, expected):
     options = soak.parse(["--legs", *expected, *arguments.split()])
-    legs = soak.chosen(options)
-    assert {leg.name: soak_leg.tolerance(leg, options.tie_tolerance) for leg in legs} == expected
-
-
-def test_the_tolerance_reaches_every_server(monkeypatch):
-    given = []
-
-    def one(leg, folder, options, say):
-        given.append(options.tie_tolerance)
-        return {"name": leg.name, "violations": []}
-
-    monkeypatch.setattr(soak, "soak", one)
-    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp8", "fp4", "--tie-tolerance", "0.25"])
-    assert soak.main() == 0
-    assert given == [0.25, 0.25]
-
-
-@pytest.mark.parametrize("value", ["-0.1", "nan", "inf"])
-def test_invalid_tolerances_are_refused(capsys, value):
-    with pytest.raises(SystemExit):
-        soak.parse([f"--tie-tolerance={value}"])
-    assert "--tie-tolerance" in capsys.readouterr().err
+    assert {leg.name: soak_leg.tolerance(leg) for leg in options.legs} == expected
 
 
 def value_of(arguments, flag):
@@ -126,7 +103,7 @@ def started(tmp_path):
 
     def servers(config, *arguments):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        legs = soak.chosen(soak.parse(["--model", str(tmp_path), *arguments]))
+        legs = soak.parse(["--model", str(tmp_path), *arguments]).legs
         return {
             leg.name: (
                 soak_servers.soaked_server(leg, tmp_path, tmp_path / "store", [], []),
@@ -164,10 +141,11 @@ def test_another_model_is_served_as_the_table_says(started, config):
 
 
 def test_a_name_on_hugging_face_counts_as_dense():
-    assert not soak_servers.has_sparse_attention("some/model")
+    assert not soak_servers.of_model(soak_servers.LEGS[0], "some/model").sparse
 
 
-def test_a_model_that_is_not_there(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("sys.argv", ["soak.py", "--model", str(tmp_path / "none")])
-    assert soak.main() == 2
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        soak.parse(["--model", str(tmp_path / "none")])
+    assert ended.value.code == 2
     assert "does not exist" in capsys.readouterr().err

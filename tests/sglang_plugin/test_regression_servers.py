@@ -5,7 +5,6 @@ also runs the server tests of tests/gpu; `test_hybrid_servers.py` resolves the s
 """
 
 import itertools
-import json
 
 import pytest
 import random_deepseek
@@ -24,7 +23,7 @@ def servers(**options):
     """Name of a step -> the `Request` of its server."""
     steps = all_steps(MACHINE, Options(models="MODELS", **options))
     texts = {step.name: step.files.get("request.json") for step in steps}
-    return {name: Request(**json.loads(text)) for name, text in texts.items() if text is not None}
+    return {name: Request.from_json(text) for name, text in texts.items() if text is not None}
 
 
 STEPS = servers()
@@ -67,8 +66,9 @@ def backends(layout, is_sparse):
 
 def check_eviction(request, found):
     """Prompts for hits fit in the pool, and are pushed out of it but not out of the host tier."""
-    assert 3 * request.hit_tokens < found.max_total_tokens < request.evict_tokens
-    assert found.hicache_ratio * found.max_total_tokens > request.evict_tokens + 3 * request.hit_tokens
+    length = request.load.hit_tokens
+    assert 3 * length < found.max_total_tokens < request.evict_tokens
+    assert found.hicache_ratio * found.max_total_tokens > request.evict_tokens + 3 * length
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -82,9 +82,8 @@ def test_every_server_of_a_random_model_is_accepted(name, view, models):
     assert found.enable_hierarchical_cache is not name.startswith("memory")
     assert (found.max_total_tokens is None) is name.startswith("memory")
     # The longest prompt and the tokens generated after it fit.
-    longest = max(
-        [*map(len, request.prompts), request.hit_tokens, request.request_tokens + request.new_tokens]
-    )
+    load = request.load
+    longest = max([*map(len, load.prompts), load.hit_tokens, load.request_tokens + load.new_tokens])
     assert longest + 32 < found.context_length
     if found.max_total_tokens is not None:
         check_eviction(request, found)

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from scripts.bench.measurements import OURS
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.layout import Encoding
 
-__all__ = [
-    "CPU_GRID",
-    "FP4_LAYOUTS",
-    "GPU_GRID",
-    "GROUPS",
-    "OURS",
-    "PAGE_SIZE",
-    "PEERS",
-    "Grid",
-    "Item",
-    "Workload",
-    "items",
-]
+__all__ = ["CPU_GRID", "FP4_LAYOUTS", "GPU_GRID", "PAGE_SIZE", "PEERS", "Grid", "Workload", "cases"]
 
 PAGE_SIZE = 64
-OURS = "kvpool"
 #: Peers for dense lists and for top-k lists. All attend BF16 rows, except the last two for top-k lists.
 DENSE_PEERS = ("sglang_triton", "flashinfer", "flashinfer_page64", "flashmla")
 SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8", "gather_flashmla")
 #: The peer that dequantises the whole pool, then attends BF16 rows.
 WHOLE_POOL_PEER = "sglang_fp4"
 PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
-GROUPS = ("dense", "sparse", "whole_pool", "mtp", "arrangement")
 
 #: Layouts that are compared with SGLang's FP4 path.
 FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Encoding.E2M1)
@@ -75,22 +62,15 @@ class Workload:
         """Rows in all lists of a call."""
         return self.batch * self.rows_per_list
 
-    @property
-    def group(self) -> str:
-        """One of `GROUPS`."""
-        if self.queries_per_list > 1:
-            return "mtp"
-        return self.kind if self.arrangement == "layer_major" else "arrangement"
+    @classmethod
+    def of(cls, case: dict[str, Any]) -> Workload:
+        """The workload of a case."""
+        return cls(**{one.name: case[one.name] for one in fields(cls) if one.name in case})
 
-    @property
-    def name(self) -> str:
-        context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        parts = [self.kind, f"{self.heads} heads", f"batch {self.batch}", f"context {context}"]
-        if self.queries_per_list > 1:
-            parts.append(f"{self.queries_per_list} queries")
-        if self.arrangement != "layer_major":
-            parts.append(self.arrangement)
-        return ", ".join(parts)
+    def as_case(self) -> dict[str, Any]:
+        """Fields of a case; those with their usual values are left out."""
+        usual = {one.name: one.default for one in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
 
 @dataclass(frozen=True)
@@ -104,151 +84,83 @@ class Grid:
     heads: tuple[int, ...]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    sparse_contexts: tuple[int, ...]
     target: tuple[int, int, int]
     many_heads: int
     top_k: int
-    mtp_queries: int
     layers: int
     whole_pool: tuple[int, int, int]
 
-    def dense(self, heads: int, batch: int, context: int, **more: Any) -> Workload:
+    def _dense(self, heads: int, batch: int, context: int, **more: Any) -> Workload:
         return Workload("dense", heads, batch, context, context, **more)
 
-    def sparse(self, heads: int, batch: int, context: int) -> Workload:
-        return Workload("sparse", heads, batch, context, min(self.top_k, context))
+    def _sparse(self, heads: int, batch: int) -> Workload:
+        return Workload("sparse", heads, batch, self.target[2], self.top_k)
 
     def workloads(self, *, quick: bool = False) -> list[Workload]:
         """All workloads without repetition, those of the targets first."""
         heads, batch, context = self.target
         pool_tokens, pool_batch, pool_context = self.whole_pool
         found = [
-            self.dense(heads, batch, context),
+            self._dense(heads, batch, context),
             Workload("whole_pool", heads, pool_batch, pool_context, pool_context, pool_tokens=pool_tokens),
-            self.dense(self.many_heads, batch, context),
-            self.sparse(heads, batch, context),
-            self.sparse(self.many_heads, batch, context),
+            self._dense(self.many_heads, batch, context),
+            self._sparse(heads, batch),
+            self._sparse(self.many_heads, batch),
         ]
         if quick:
             return found
-        found.append(self.dense(heads, batch, context, queries_per_list=self.mtp_queries))
+        found.append(self._dense(heads, batch, context, queries_per_list=4))
         # With all layers the target's context may not fit into memory; a shorter one is compared as well.
         for shorter in (self.contexts[max(self.contexts.index(context) - 1, 0)], context):
-            found.append(self.dense(heads, batch, shorter))
+            found.append(self._dense(heads, batch, shorter))
             found += [
-                self.dense(heads, batch, shorter, arrangement=name, layers=self.layers)
+                self._dense(heads, batch, shorter, arrangement=name, layers=self.layers)
                 for name in ("token_major", "page_major")
             ]
-        found += [self.sparse(heads, other, context) for other in self.batches]
         # First workloads that differ from the target in one size, then all combinations of sizes.
-        found += [self.dense(heads, other, context) for other in self.batches]
-        found += [self.dense(heads, batch, other) for other in self.contexts]
-        found += [self.dense(other, batch, context) for other in self.heads]
+        found += [self._sparse(heads, other) for other in self.batches]
+        found += [self._dense(heads, other, context) for other in self.batches]
+        found += [self._dense(heads, batch, other) for other in self.contexts]
+        found += [self._dense(other, batch, context) for other in self.heads]
         every = [(h, b) for h in self.heads for b in self.batches]
-        found += [self.sparse(h, b, c) for h, b in every for c in self.sparse_contexts]
-        found += [self.dense(h, b, c) for h, b in every for c in self.contexts]
-        found.append(self.dense(self.many_heads, batch, context, queries_per_list=self.mtp_queries))
+        found += [self._sparse(h, b) for h, b in every]
+        found += [self._dense(h, b, c) for h, b in every for c in self.contexts]
+        found.append(self._dense(self.many_heads, batch, context, queries_per_list=4))
         return list(dict.fromkeys(found))
 
 
 GPU_GRID = Grid(
-    heads=(16, 128, 8, 64),
-    batches=(64, 1, 16, 128),
-    contexts=(1024, 8192, 32768, 131072),
-    sparse_contexts=(32768,),
-    target=(16, 64, 32768),
-    many_heads=128,
-    top_k=2048,
-    mtp_queries=4,
-    layers=61,
-    whole_pool=(1 << 20, 16, 4096),
-)
+    heads=(16, 128, 8, 64), batches=(64, 1, 16, 128), contexts=(1024, 8192, 32768, 131072),
+    target=(16, 64, 32768), many_heads=128, top_k=2048, layers=61, whole_pool=(1 << 20, 16, 4096),
+)  # fmt: skip
 #: Grid for a dry run on a machine without a GPU.
 CPU_GRID = Grid(
-    heads=(2,),
-    batches=(2,),
-    contexts=(64, 128),
-    sparse_contexts=(128,),
-    target=(2, 2, 128),
-    many_heads=4,
-    top_k=40,
-    mtp_queries=4,
-    layers=3,
+    heads=(2,), batches=(2,), contexts=(64, 128), target=(2, 2, 128), many_heads=4, top_k=40, layers=3,
     whole_pool=(1024, 1, 64),
-)
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Item:
-    """One measurement: a workload, its runner (`OURS` or a peer), and the layout of the rows."""
-
-    workload: Workload
-    runner: str
-    layout: str
-
-    @property
-    def facts(self) -> dict:
-        """Fields of a result row that identify the measurement."""
-        w = self.workload
-        return {
-            "runner": self.runner,
-            "layout": self.layout,
-            "group": w.group,
-            "kind": w.kind,
-            "heads": w.heads,
-            "batch": w.batch,
-            "context_tokens": w.context,
-            "rows_per_list": w.rows_per_list,
-            "queries_per_list": w.queries_per_list,
-            "arrangement": w.arrangement,
-            "layers": w.layers,
-        }
-
-
-def _runners(workload: Workload, layouts: Sequence[str], peers: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _runners(workload: Workload) -> Iterator[tuple[str, str]]:
     """Pairs (runner, layout); pairs that share a pool are adjacent."""
+    layouts = [layout.value for layout in MLAKVCacheLayout]
+    wanted: tuple[str, ...] = ()
+    ours = layouts
     if workload.kind == "whole_pool":
-        layouts = [layout for layout in layouts if layout in FP4_LAYOUTS]
-        wanted: tuple[str, ...] = (WHOLE_POOL_PEER,)
-    elif workload.arrangement != "layer_major":
-        wanted = ()
-    else:
+        ours, wanted = list(FP4_LAYOUTS), (WHOLE_POOL_PEER,)
+    elif workload.arrangement == "layer_major":
         wanted = SPARSE_PEERS if workload.kind == "sparse" else DENSE_PEERS
-    pairs = [(OURS, layout) for layout in layouts]
-    stored = MLAKVCacheLayout.BF16
-    pairs += [(peer, _LAYOUT_OF_PEER.get(peer, stored).value) for peer in wanted if peer in peers]
-    names = [layout.value for layout in MLAKVCacheLayout]
-    yield from sorted(pairs, key=lambda pair: names.index(pair[1]))
+    pairs = [(OURS, layout) for layout in ours]
+    pairs += [(peer, _LAYOUT_OF_PEER.get(peer, MLAKVCacheLayout.BF16).value) for peer in wanted]
+    yield from sorted(pairs, key=lambda pair: layouts.index(pair[1]))
 
 
-def items(
-    grid: Grid,
-    *,
-    quick: bool = False,
-    only: Iterable[str] = (),
-    layouts: Iterable[str] = (),
-    heads: Iterable[int] = (),
-    batches: Iterable[int] = (),
-    contexts: Iterable[int] = (),
-    peers: Iterable[str] = PEERS,
-) -> list[Item]:
-    """Items to measure, most important first; an empty filter of workloads or layouts selects all of them.
+def cases(grid: Grid, *, quick: bool = False) -> list[dict[str, Any]]:
+    """Cases to measure, most important first; those of a workload are adjacent.
 
     `quick`: Whether to measure only the workloads of the targets, and top-k lists with many heads.
-    `only`: Names of `GROUPS`.
-    `layouts`: Layouts of our kernel; peers have fixed layouts.
-    `peers`: Names of `PEERS`; if empty, no peer is measured.
-    Returns: items of the same workload are adjacent.
     """
-    layouts = tuple(layouts) or tuple(layout.value for layout in MLAKVCacheLayout)
-    only, heads = tuple(only), tuple(heads)
-    batches, contexts = tuple(batches), tuple(contexts)
-    chosen = [
-        workload
+    return [
+        {"runner": runner, "layout": layout, **workload.as_case()}
         for workload in grid.workloads(quick=quick)
-        if (not only or workload.group in only)
-        and (not heads or workload.heads in heads)
-        and (not batches or workload.batch in batches)
-        and (not contexts or workload.context in contexts)
+        for runner, layout in _runners(workload)
     ]
-    return [Item(w, runner, layout) for w in chosen for runner, layout in _runners(w, layouts, tuple(peers))]

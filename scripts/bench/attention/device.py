@@ -1,18 +1,16 @@
-"""Clocks, memory and peaks of the device that `bench attention` runs on."""
+"""Clocks, memory and peaks of the device that attention is measured on."""
 
 from __future__ import annotations
 
 import gc
 import platform
-import shutil
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from scripts.bench.attention.limits import Peaks
+from scripts.kit.environment import driver_facts
 from scripts.kit.timing import seconds
 
 __all__ = ["CpuDevice", "CudaDevice"]
@@ -37,7 +35,6 @@ class CudaDevice:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.properties = torch.cuda.get_device_properties(self.device)
         self.sm_count = self.properties.multi_processor_count
-        self.clocks = _nvidia_smi(self.properties)
         self._seconds, self._min_rounds = seconds_per_timing, min_rounds
 
     def sets(self, bytes_per_call: int) -> int:
@@ -83,12 +80,17 @@ class CudaDevice:
         times = [self._one_us(replay) for _ in range(rounds)]
         return statistics.median(times) / len(repeated), replay
 
-    def peaks(self) -> Peaks:
-        """Measure the peaks now: a copy of 2 GiB and a product of 8192 x 8192 matrices."""
-        copy = self._copy_bytes_per_s(2 << 30)
-        matmul = self._matmul_flop_per_s(8192)
-        self.clocks = _nvidia_smi(self.properties) or self.clocks  # clocks right after load
-        return Peaks(copy, matmul, self.sm_count, _highest_mhz(self.clocks) * 1e6)
+    def peaks(self) -> dict[str, float]:
+        """Rates of a copy of 2 GiB, read and written, and of a product of 8192 x 8192 matrices."""
+        n = 8192
+        source = torch.ones(2 << 30, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        c = torch.empty_like(a)
+        return {
+            "copy_gb_per_s": round(2 * source.nbytes / self._peak_us(lambda: target.copy_(source)) / 1e3, 1),
+            "matmul_tflop_per_s": round(2 * n**3 / self._peak_us(lambda: torch.mm(a, b, out=c)) / 1e6, 1),
+        }
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -97,18 +99,8 @@ class CudaDevice:
             "l2_bytes": self.properties.L2_cache_size,
             "memory_bytes": self.properties.total_memory,
             "cuda": torch.version.cuda,
-            **self.clocks,
+            "driver": driver_facts(f"GPU-{self.properties.uuid}"),
         }
-
-    def _copy_bytes_per_s(self, size_bytes: int) -> float:
-        source = torch.ones(size_bytes, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * size_bytes / self._peak_us(lambda: target.copy_(source)) * 1e6
-
-    def _matmul_flop_per_s(self, n: int) -> float:
-        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=self.device) for _ in range(2))
-        c = torch.empty_like(a)
-        return 2 * n**3 / self._peak_us(lambda: torch.mm(a, b, out=c)) * 1e6
 
     def _peak_us(self, call: Call) -> float:
         for _ in range(3):
@@ -148,49 +140,11 @@ class CpuDevice:
     def graph_us(self, calls: Sequence[Call]) -> None:
         """None: a CPU has no graphs."""
 
-    def peaks(self) -> Peaks:
-        source = torch.ones(8 << 20, dtype=torch.uint8)
-        target = torch.empty_like(source)
-        a = torch.ones(128, 128, dtype=torch.bfloat16)
-        copy_us = self.median_us([lambda: target.copy_(source)])
-        matmul_us = self.median_us([lambda: a @ a])
-        return Peaks(2 * source.numel() / copy_us * 1e6, 2 * 128**3 / matmul_us * 1e6, 0, 0.0)
+    def peaks(self) -> dict[str, float]:
+        return {"copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
 
     def facts(self) -> dict[str, Any]:
         return {"device": "cpu", "machine": platform.machine(), "threads": torch.get_num_threads()}
 
     def _one_us(self, call: Call) -> float:
         return seconds(call) * 1e6
-
-
-def _highest_mhz(clocks: dict[str, str]) -> float:
-    """Highest clock; that of an H100 if nvidia-smi does not report it, as in some containers."""
-    try:
-        return float(clocks.get("clocks.max.sm", 0)) or 1980.0
-    except ValueError:  # "[N/A]"
-        return 1980.0
-
-
-_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
-
-
-def _nvidia_smi(properties: Any) -> dict[str, str]:
-    """Driver, clocks in MHz and power limit in W; empty without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    done = subprocess.run(
-        [
-            program,
-            f"--id=GPU-{properties.uuid}",
-            f"--query-gpu={','.join(_SMI_FIELDS)}",
-            "--format=csv,noheader,nounits",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    values = [value.strip() for value in done.stdout.strip().splitlines()[:1] for value in value.split(",")]
-    if done.returncode or len(values) != len(_SMI_FIELDS):
-        return {}
-    return dict(zip(_SMI_FIELDS, values, strict=True))

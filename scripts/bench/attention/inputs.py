@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from scripts.bench.attention.cases import PAGE_SIZE, Workload
+from scripts.bench.sweep import WrongResult
 from sgl_kvpool import KVArrangement, RowFormat
 from sgl_kvpool.codec import encode_rows, reference
 from sgl_kvpool.memory.arrangement import PageStride, RowPlacement, rows_of_slots
 
-__all__ = ["RANK", "ROPE", "SCALE", "Problem", "WrongResult", "buffer_bytes", "check", "make_problem"]
+__all__ = ["RANK", "ROPE", "SCALE", "Problem", "buffer_bytes", "check", "make_problem"]
 
 RANK, ROPE = 512, 64
 SCALE = (RANK + ROPE) ** -0.5
@@ -22,10 +23,6 @@ _CHECKED_QUERIES = 3
 #: Number of different rows; a prime, so that pages differ in their rows.
 _BASE_ROWS = 16381
 _CHUNK_ROWS = 1 << 18
-
-
-class WrongResult(Exception):
-    """A result differs from the reference by more than `ERROR_LIMIT`."""
 
 
 @dataclass(frozen=True)

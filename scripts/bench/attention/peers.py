@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from scripts.bench.attention.cases import OURS, PAGE_SIZE, Workload
+from scripts.bench.attention.cases import PAGE_SIZE, Workload
 from scripts.bench.attention.inputs import RANK, ROPE, SCALE, Problem
+from scripts.bench.measurements import OURS
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_config
@@ -27,9 +28,9 @@ __all__ = ["Prepared", "Runner", "runners"]
 
 @dataclass
 class Prepared:
-    """A runner's calls on a problem.
+    """A runner's calls on a problem, one per set of lists.
 
-    `calls`: One call per set of lists; each returns a result that can be viewed as [queries, heads, R].
+    `calls`: Each returns a result that can be viewed as [queries, heads, R].
     `buffers`: Tensors that the calls write, filled with NaN before a check.
     `problem`: Problem whose reference the results are compared with.
     `facts`: Extra fields of a result row.
@@ -41,26 +42,30 @@ class Prepared:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Runner(Protocol):
+class Runner:
     """One way to compute attention."""
+
+    needs_cuda = True
 
     def load(self, device: Any) -> None:
         """Import the kernel; an exception is reported as the reason why the runner is missing."""
 
     def refusal(self, workload: Workload) -> str | None:
         """Reason why the runner cannot compute a workload, or None."""
+        return None
 
-    def prepare(self, problem: Problem) -> Prepared: ...
+    def prepare(self, problem: Problem) -> Prepared:
+        """Calls on a problem, with everything that SGLang prepares once per step."""
+        raise NotImplementedError
 
 
-class Kvpool:
+class Kvpool(Runner):
     """`mla_decode`."""
+
+    needs_cuda = False
 
     def load(self, device: Any) -> None:
         self.sm_count = device.sm_count
-
-    def refusal(self, workload: Workload) -> str | None:
-        return None
 
     def prepare(self, problem: Problem) -> Prepared:
         w, fmt = problem.workload, problem.fmt
@@ -75,11 +80,7 @@ class Kvpool:
             workspace = DecodeWorkspace(size, out.device)
             buffers.append(workspace.buffer)
             config = decode_config(fmt, w.heads, queries, w.batch, w.rows_per_list, self.sm_count)
-            facts = {
-                "tile_query_heads": config.tile.query_heads,
-                "tiles": config.tiles,
-                "splits": config.splits,
-            }
+            facts = {"tile_query_heads": config.tile.query_heads, "splits": config.splits}
 
         def call(kv_indices: torch.Tensor) -> torch.Tensor:
             return mla_decode(
@@ -95,16 +96,10 @@ def _bf16(problem: Problem) -> torch.Tensor:
     return problem.pool.view(torch.bfloat16)[:, None]
 
 
-def _needs_cuda(device: Any) -> None:
-    if device.kind != "cuda":
-        raise RuntimeError("needs a CUDA device")
-
-
-class SglangTriton:
+class SglangTriton(Runner):
     """SGLang's Triton decode, with the number of splits that its backend chooses."""
 
     def load(self, device: Any) -> None:
-        _needs_cuda(device)
         from sglang.kernels.jit.utils.arch import is_arch_support_pdl
         from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
         from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
@@ -173,7 +168,7 @@ class SglangFp4(SglangTriton):
         return Prepared(calls, buffers, problem.on_rows(stored, bf16), {"pool_slots_read": len(values)})
 
 
-class Flashinfer:
+class Flashinfer(Runner):
     """`BatchMLAPagedAttentionWrapper`; SGLang plans it with pages of one token.
 
     `page_size`: Tokens per page in the plan.
@@ -185,7 +180,6 @@ class Flashinfer:
         self.page_size = page_size
 
     def load(self, device: Any) -> None:
-        _needs_cuda(device)
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         self.wrapper = BatchMLAPagedAttentionWrapper
@@ -225,19 +219,15 @@ class Flashinfer:
         return Prepared(calls, [out], problem)
 
 
-class Flashmla:
+class Flashmla(Runner):
     """FlashMLA's dense decode of BF16 rows; the first call makes the schedule, which later calls reuse."""
 
     def load(self, device: Any) -> None:
-        _needs_cuda(device)
         import flash_mla
         from flash_mla._loader import get_ops
 
         get_ops(True)
         self.module = flash_mla
-
-    def refusal(self, workload: Workload) -> str | None:
-        return None
 
     def prepare(self, problem: Problem) -> Prepared:
         w = problem.workload

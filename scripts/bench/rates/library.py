@@ -56,11 +56,7 @@ def find_nvcc() -> str:
 
 
 def compile_library(folder: Path) -> Path:
-    """Compile kernels.cu into a folder; returns the library.
-
-    FileNotFoundError: if nvcc is not found.
-    RuntimeError: if nvcc fails.
-    """
+    """Compile kernels.cu into a folder; returns the library. RuntimeError: if nvcc fails."""
     target = folder / "librates.so"
     command = [find_nvcc(), *_FLAGS, "-shared", "-Xcompiler", "-fPIC", "-o", str(target), str(SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -73,8 +69,6 @@ class Library:
     """The three functions of kernels.cu; each launches a kernel on torch's current stream.
 
     Sizes of tensors are not checked.
-
-    `path`: Result of `compile_library`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,18 +1,33 @@
-"""The measurements of `bench rates`, and how each is made on a GPU."""
+"""Micro-benchmarks of a Hopper GPU: rates per SM clock of the operations of decode attention.
+
+* instructions that decode rows: lanes per clock and SM, alone and alternating with others; and whole decoders
+  of e2m1 and e4m3, the present ones and alternatives, in values per clock and SM;
+* wgmma of 8, 16 and 32 columns with A in registers or in shared memory: SM clocks per wgmma, with the wgmma
+  of all warp groups counted;
+* whether products use the exact values of bf16 subnormals;
+* gathers of rows from memory by one bulk copy per row, by copies or by loads of 16 bytes: bytes per second.
+
+Needs torch and nvcc, but neither Triton nor SGLang. The benchmark has not run on a GPU yet, where it should
+take about half a minute; on an emulator its kernels give the expected results
+(tests/ptxrun/test_ptx_rates.py).
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.bench.rates.library import OPERATIONS, Library
+from scripts.bench.attention.device import CudaDevice
+from scripts.bench.rates.library import OPERATIONS, Library, compile_library
+from scripts.bench.sweep import Benchmark
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["KINDS", "Measurer", "jobs"]
+__all__ = ["KINDS", "Measurer", "Rates", "jobs"]
 
 #: Places of the operands of a product, in the order of kernels.cu's `Kind`.
 KINDS = ("A in registers", "A in shared memory", "A in shared memory, transposed")
@@ -80,14 +95,9 @@ class Measurer:
     def measure(self, job: dict[str, Any]) -> dict[str, Any]:
         """Result of a job of `jobs`."""
         arguments = {name: value for name, value in job.items() if name != "what"}
+        if job["what"] == "peaks":
+            return self.device.peaks()
         return getattr(self, f"_{job['what']}")(**arguments)
-
-    def _peaks(self) -> dict[str, Any]:
-        peaks = self.device.peaks()
-        return {
-            "copy_gb_per_s": round(peaks.copy_bytes_per_s / 1e9, 1),
-            "matmul_tflop_per_s": round(peaks.matmul_flop_per_s / 1e12, 1),
-        }
 
     def _instructions(self, op: int) -> dict[str, Any]:
         blocks = self.device.sm_count
@@ -187,3 +197,25 @@ class Measurer:
 
     def _new(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=self.device.device)
+
+
+class Rates(Benchmark):
+    """Every operation, product and gather."""
+
+    schema = 2
+    devices = ("cuda",)
+    case_limit_s = 20.0
+
+    def prepare(self, folder: Path) -> None:
+        compile_library(folder)
+
+    def start(self, folder: Path) -> dict[str, Any]:
+        device = CudaDevice(seconds_per_timing=0.05, min_rounds=5)
+        self._measurer = Measurer(Library(folder / "librates.so"), device)
+        return device.facts()
+
+    def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
+        return jobs()
+
+    def measure(self, case: dict[str, Any]) -> dict[str, Any]:
+        return self._measurer.measure(case)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,17 +11,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
 from sgl_kvpool.layout import SegmentEncoding
 
-__all__ = [
-    "CPU_HEADS",
-    "HEADS",
-    "checks",
-    "jobs",
-    "other_splits",
-    "tile_of",
-    "tiles",
-    "workload_of",
-    "workloads",
-]
+__all__ = ["CPU_HEADS", "HEADS", "checks", "jobs", "other_splits", "tile_of", "tiles"]
 
 #: Query heads per rank: those of DeepSeek, Kimi and GLM with TP 8, and one larger number.
 HEADS = (16, 8, 32)
@@ -63,15 +53,7 @@ def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[
         ]
     for query_heads in wanted:
         for rows, warps, stages, programs in shapes:
-            found.append(
-                TileConfig(
-                    query_heads=query_heads,
-                    block_rows=rows,
-                    warps=warps,
-                    stages=stages,
-                    programs_per_sm=programs,
-                )
-            )
+            found.append(TileConfig(query_heads, rows, warps, stages, programs))
     return list(dict.fromkeys(found))
 
 
@@ -91,12 +73,8 @@ def _job(
 ) -> dict[str, Any]:
     return {
         "part": part,
-        "kind": workload.kind,
-        "heads": workload.heads,
-        "batch": workload.batch,
-        "context": workload.context,
-        "rows_per_list": workload.rows_per_list,
         "layout": layout.value,
+        **workload.as_case(),
         "tile": asdict(tile),
         "splits": splits,
         "min_blocks": min_blocks,
@@ -108,14 +86,7 @@ def tile_of(job: dict[str, Any]) -> TileConfig:
     return TileConfig(**job["tile"])
 
 
-def workload_of(job: dict[str, Any]) -> Workload:
-    """The workload of a job."""
-    return Workload(job["kind"], job["heads"], job["batch"], job["context"], job["rows_per_list"])
-
-
-def checks(
-    heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], *, on_gpu: bool = True
-) -> list[dict[str, Any]]:
+def checks(heads: Iterable[int], *, on_gpu: bool = True) -> list[dict[str, Any]]:
     """Jobs that compile and check every tile on a small workload, with splits, and on a GPU also without.
 
     The sizes select the same kernels as the larger workloads.
@@ -126,21 +97,19 @@ def checks(
         workload = Workload("dense", count, batch, context, context)
         found += [
             _job(workload, layout, tile, splits, tile.min_blocks, "check")
-            for layout in layouts
+            for layout in MLAKVCacheLayout
             for tile in tiles(layout, count, on_gpu=on_gpu)
             for splits in ((2, 1) if on_gpu else (2,))
         ]
     return found
 
 
-def jobs(
-    heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], sm_count: int, *, on_gpu: bool = True
-) -> list[dict[str, Any]]:
+def jobs(heads: Iterable[int], sm_count: int, *, on_gpu: bool = True) -> list[dict[str, Any]]:
     """Jobs of every tile on every workload, with the rule's splits, grouped by workload and layout."""
     found = []
     for count in heads:
         for workload in workloads(count, on_gpu=on_gpu):
-            for layout in layouts:
+            for layout in MLAKVCacheLayout:
                 for tile in tiles(layout, count, on_gpu=on_gpu):
                     config = config_of_tile(tile, count, workload.batch, workload.rows_per_list, sm_count)
                     found.append(_job(workload, layout, tile, config.splits, config.min_blocks, "tile"))

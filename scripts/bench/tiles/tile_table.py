@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.bench.attention.report import best_us
+from scripts.bench.attention.measure import best_us
 from scripts.bench.tiles.cases import tile_of
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, table
@@ -86,9 +86,6 @@ class _Times:
         both = [math.log(times[where] / others[where]) for where in times if where in others]
         return math.exp(sum(both) / len(both)) if both else None
 
-    def count(self, heads: int, tile: TileConfig, other: TileConfig) -> int:
-        return len(self.of[heads][tile].keys() & self.of[heads][other].keys())
-
 
 def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
@@ -158,8 +155,8 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
 
 
 def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> str:
-    ratio = times.ratio(heads, tile, other)
-    return f"{ratio:.2f} of the time (mean of {times.count(heads, tile, other)} workloads) of"
+    common = times.of[heads][tile].keys() & times.of[heads][other].keys()
+    return f"{times.ratio(heads, tile, other):.2f} of the time (mean of {len(common)} workloads) of"
 
 
 def table_text(choice: Choice) -> str:

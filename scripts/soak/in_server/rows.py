@@ -25,18 +25,16 @@ def rows_of(pool: Any, host_pool: Any, layer: int, device_indices: torch.Tensor,
 
 def outward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
     """Whether host rows equal the codec's conversion of the device rows, `[tokens]` bool."""
-    device, host = pool.row_format, host_pool.row_format
+    device, host, scale = pool.row_format, host_pool.row_format, pool.k_scale(pool.start_layer + layer)
     if device != host:
-        values = decode_rows(on_device, device, k_scale=pool.k_scale(pool.start_layer + layer))
-        on_device = encode_rows(*_parts(values, host), host)
+        on_device = encode_rows(*_parts(decode_rows(on_device, device, k_scale=scale), host), host)
     return (on_device == on_host).all(dim=1)
 
 
 def inward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
     """Whether device rows equal the codec's conversion of the host rows, `[tokens]` bool."""
-    device, host = pool.row_format, host_pool.row_format
+    device, host, scale = pool.row_format, host_pool.row_format, pool.k_scale(pool.start_layer + layer)
     if device != host:
-        scale = pool.k_scale(pool.start_layer + layer)
         on_host = encode_rows(*_parts(decode_rows(on_host, host), device), device, k_scale=scale)
     return (on_device == on_host).all(dim=1)
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from scripts.bench.__main__ import BENCHMARKS, main
+from scripts.bench.measurements import measurements
 
 ROOT = Path(__file__).resolve().parents[3]
 #: A second of work.
-TINY = ["--device", "cpu", "--heads", "2", "--layouts", "fp4", "--peers", "none", "--only", "sparse"]
+TINY = ["--device", "cpu", "--only", "runner=kvpool", "--only", "layout=fp4", "--only", "kind=sparse"]
 
 
 def status(argv):
@@ -40,8 +41,12 @@ def test_help_is_the_benchmarks(name, capsys):
         (["nonsense"], "invalid choice: 'nonsense' (choose from "),
         (["transfer", "--device", "cuda"], "transfer: error: no GPU is visible"),
         (
-            ["codec", "--quick", "--threads", "0"],
-            "python -m scripts.bench codec: error: --threads 0 is not positive",
+            ["codec", "--only", "fp4"],
+            "python -m scripts.bench codec: error: argument --only: 'fp4' is not NAME",
+        ),
+        (
+            ["codec", "--only", "layout=fp5"],
+            "no case passes --only; the fields of cases are layout, operation",
         ),
         (["attention", "--device", "cpu", "dense"], "bench attention: error: unrecognized arguments: dense"),
     ],
@@ -51,22 +56,74 @@ def test_invalid_arguments_are_refused(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_options_go_to_the_benchmark_and_its_status_comes_back(tmp_path, capsys):
-    report = tmp_path / "new" / "report.json"
+def test_a_run_and_its_continuation(tmp_path, capsys):
+    report = tmp_path / "new" / "results.json"
     argv = ["--quick", *TINY, "--json", str(report)]
     assert main(["attention", *argv]) == 0
     found = json.loads(report.read_text())
-    assert found["argv"] == argv
-    assert {(row["group"], row["layout"]) for row in found["results"]} == {("sparse", "fp4")}
-    assert capsys.readouterr().out.startswith("dry run on a CPU")
+    assert (found["argv"], found["device"], found["wrong"], found["targets"]) == (argv, "cpu", [], [])
+    cases = [row["job"] for row in found["results"]]
+    assert {(case["kind"], case["layout"], case["heads"]) for case in cases} == {
+        ("sparse", "fp4", 2), ("sparse", "fp4", 4),
+    }  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("runner=kvpool layout=fp4 kind=sparse heads=2 batch=2 context=128 ")
+    assert len(lines) == len(cases) == 2
+    # What a whole run makes of it: no time of a CPU is compared.
+    measured = {one.metric: one for one in measurements(report.parent)}
+    assert {one.kind for one in measured.values()} == {"fact", "count"}
+    assert (measured["measured results"].value, measured["wrong or failed results"].value) == (2, 0)
+    # A case that was not run is run the next time, and no other.
+    found["results"][1] = {"job": cases[1], "status": "not run", "reason": "the 8 minutes were spent"}
+    report.write_text(json.dumps(found))
+    assert main(["attention", *argv, "--continue"]) == 0
+    again = json.loads(report.read_text())["results"]
+    assert again[0] == found["results"][0]
+    assert (again[1]["job"], again[1]["status"]) == (cases[1], "measured")
+    report.write_text(json.dumps({**found, "schema": 0}))
+    assert status(["attention", *argv, "--continue"]) == 2
+    assert "has results of schema 0" in capsys.readouterr().err
+
+
+def test_time_that_is_spent_and_results_that_are_wrong(tmp_path, monkeypatch, capsys):
+    report = tmp_path / "results.json"
+    argv = ["attention", *TINY, "--json", str(report)]
+    assert main([*argv, "--minutes", "0"]) == 1
+    assert {row["status"] for row in json.loads(report.read_text())["results"]} == {"not run"}
+    printed = capsys.readouterr().out
+    assert "WRONG: nothing was measured\n" in printed
+    assert "2 of 2 measurements not run: the 0 minutes were spent\n" in printed
+    assert {one.metric: one.passed for one in measurements(tmp_path)}["measured results"] is False
+    from scripts.bench.attention import measure
+
+    right = measure.check
+    monkeypatch.setattr(measure, "check", lambda problem, out, number: right(problem, out + 1, number))
+    assert main(argv) == 1
+    assert "WRONG: runner=kvpool layout=fp4 kind=sparse" in capsys.readouterr().out
+    found = {one.metric: one for one in measurements(tmp_path)}["wrong or failed results"]
+    assert (found.value, found.passed) == (2, False)
+    assert "relative error" in found.note
+
+
+def test_a_target_that_is_missed_fails_a_check(monkeypatch, capsys):
+    from scripts.bench import codec
+
+    argv = ["codec", "--quick", "--only", "layout=bf16", "--only", "operation=gather"]
+    key = (codec.Encoding.BF16, "gather")
+    for target, missed in ((1e-9, 0), (1e9, 1)):
+        monkeypatch.setitem(codec.CPU_TARGETS, key, target)
+        assert main(argv) == 0
+        assert main([*argv, "--check"]) == missed
+    assert "missed       layout=bf16 operation=gather tokens=16384, at least 1000000000.0 of a copy" in (
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("name", ["codec", "attention", "transfer"])
 def test_files_that_cannot_be_written_are_known_before_the_measurement(name, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "file" / "report"):
-        device = [] if name == "codec" else ["--device", "cpu"]
-        assert status([name, "--json", str(path), *device]) == 2
+        assert status([name, "--json", str(path), "--device", "cpu"]) == 2
         printed = capsys.readouterr()
         assert f"{path} cannot be written" in printed.err
         assert printed.out == ""
@@ -98,38 +155,18 @@ def commit_of(folder, **environment):
     return done.stdout.strip()
 
 
-def repository(folder):
-    """A new repository with one file in it."""
-    git(folder, "init", "--quiet")
-    (folder / "README").write_text("x")
-    git(folder, "add", "README")
-    git(folder, "commit", "--quiet", "-m", "first")
-
-
 def test_the_commit_of_a_checkout(tmp_path):
     copy(tmp_path)
-    repository(tmp_path)
-    assert commit_of(tmp_path) == "None"  # the programs are there and not in the repository
+    assert commit_of(tmp_path) == "None"
+    git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "scripts")
-    git(tmp_path, "commit", "--quiet", "-m", "second")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
     head = git(tmp_path, "rev-parse", "HEAD")
     assert commit_of(tmp_path) == head
-    (tmp_path / "README").write_text("y")
+    (tmp_path / "scripts" / "__init__.py").open("a").write("# changed")
     assert commit_of(tmp_path) == f"{head}-dirty"
     assert commit_of(tmp_path, GIT_DIR=str(tmp_path / "elsewhere")) == f"{head}-dirty"
     assert commit_of(tmp_path, PATH=str(tmp_path)) == "None"  # where git is not installed
-
-
-def test_no_commit_where_there_is_none(tmp_path):
-    alone, inside = tmp_path / "alone", tmp_path / "project" / "venv" / "site-packages"
-    for folder in (alone, inside):
-        copy(folder)
-    assert commit_of(alone) == "None"
-    repository(tmp_path / "project")
-    assert commit_of(inside) == "None"
-    git(tmp_path / "project", "add", "--all", "--force")  # even if the environment is committed
-    git(tmp_path / "project", "commit", "--quiet", "-m", "all")
-    assert commit_of(inside) == "None"
 
 
 @pytest.mark.slow
@@ -148,4 +185,4 @@ def test_benchmarks_run_without_sglang_and_without_git(tmp_path):
         assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert {row["status"] for row in found["results"]} == {"measured"}
-    assert found["versions"]["commit"] is None
+    assert found["commit"] is None

@@ -3,12 +3,15 @@
 import itertools
 import json
 import sys
+from argparse import Namespace
 from dataclasses import asdict
 
 import pytest
 
 from scripts.bench.__main__ import main
+from scripts.bench.attention.cases import Workload
 from scripts.bench.tiles import cases, tile_table
+from scripts.bench.tiles.benchmark import Tiles
 from scripts.bench.tiles.tile_table import choose, split_findings, table_text
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decode_config, table
@@ -69,10 +72,10 @@ def test_tiles_are_distinct_and_include_those_of_the_table(layout):
 
 
 def test_jobs_are_measured_with_the_splits_of_the_rule():
-    jobs = cases.jobs([16], [FP4], 132)
+    jobs = [job for job in cases.jobs([16], 132) if job["layout"] == "fp4"]
     assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs)
     for job in jobs:
-        own, work = cases.tile_of(job), cases.workload_of(job)
+        own, work = cases.tile_of(job), Workload.of(job)
         assert work.rows_per_list == (2048 if work.kind == "sparse" else work.context)
         assert job["splits"] == config_of_tile(own, 16, work.batch, work.rows_per_list, 132).splits
         if own in {t for name, t in table() if name is FP4}:
@@ -87,8 +90,10 @@ def test_jobs_are_measured_with_the_splits_of_the_rule():
 def test_a_check_compiles_what_is_measured():
     """Triton compiles anew for sizes that are not multiples of 16, so checks use multiples of 16 too."""
     for heads in cases.HEADS:
-        small, large = cases.checks([heads], [FP4]), cases.jobs([heads], [FP4], 132)
-        assert {str(j["tile"]) for j in small} == {str(j["tile"]) for j in large}
+        small, large = cases.checks([heads]), cases.jobs([heads], 132)
+        assert {(j["layout"], str(j["tile"])) for j in small} == {
+            (j["layout"], str(j["tile"])) for j in large
+        }
         assert {j["splits"] > 1 for j in small} == {True, False}
         assert all(j["rows_per_list"] % 16 == 0 for j in small + large)
 
@@ -254,10 +259,27 @@ def test_splits_that_are_clearly_faster_are_named():
 # ---------------------------------------------------------------------------------------------- dry run
 
 
+def test_what_follows_from_a_row():
+    """A wrong tile is left out; other splits follow for the fastest tile once all have been tried."""
+    bench = Tiles(Namespace(quick=False, device="cuda"))
+    group = [job for job in bench.cases({"sm_count": 132}) if job["layout"] == "fp4" and job["heads"] == 16][
+        :3
+    ]
+    bench.planned = group
+    rows = [{"job": job, "status": "measured", "us": us} for job, us in zip(group, (3.0, 1.0), strict=False)]
+    assert bench.following(rows[1], rows) == []
+    rows.append({"job": group[2], "status": "measured", "us": 2.0})
+    assert {str(job["tile"]) for job in bench.following(rows[2], rows)} == {str(group[1]["tile"])}
+    wrong = {"job": {**group[1], "part": "check"}, "status": "wrong", "reason": "query 0"}
+    assert bench.is_ruled_out(group[1], [wrong])
+    assert not bench.is_ruled_out(group[0], [wrong])
+    assert bench.following(rows[0], [rows[0], rows[2], wrong])  # the tile that is ruled out is not waited for
+
+
 def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
     """Triton's interpreter, a worker process, every tile; then again from a file that lacks a tile."""
     path = tmp_path / "tiles.json"
-    argv = ["tiles", "--device", "cpu", "--layouts", "fp4", "--json", str(path)]
+    argv = ["tiles", "--device", "cpu", "--only", "layout=fp4", "--json", str(path)]
     assert main(argv) == 0
     report = json.loads(path.read_text())
     assert {one["status"] for one in report["results"]} == {"measured"}
@@ -282,9 +304,7 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
     ("argv", "said"),
     [
         (["tiles"], "cannot be loaded; --device cpu is a dry run"),
-        (["tiles", "--device", "cpu", "--layouts", "fp3"], "--layouts"),
-        (["tiles", "--device", "cpu", "--heads", "8,x"], "--heads"),
-        (["tiles", "--device", "cpu", "--heads", "8,0"], "is not a list of positive numbers"),
+        (["tiles", "--device", "cpu", "--only", "layout=fp3"], "no case passes --only"),
         (["rates"], "no GPU is visible"),
     ],
 )
@@ -301,7 +321,8 @@ def test_nothing_of_sglang_is_imported(tmp_path):
 
     (tmp_path / "sglang.py").write_text("raise ImportError('SGLang is not here')")
     modules = [
-        *("scripts.bench.tiles.program", "scripts.bench.rates.program", "scripts.bench.attention.program"),
+        *("scripts.bench.tiles.benchmark", "scripts.bench.rates.measure"),
+        "scripts.bench.attention.benchmark",
         *("scripts.bench.transfer", "scripts.bench.codec"),
         *("sgl_kvpool.attention.decode_launch", "sgl_kvpool.transfer.gpu_engine"),
     ]

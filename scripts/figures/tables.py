@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Tables of ``docs/accuracy.md`` and ``docs/benchmarks.md``.
+
+    python -m scripts.figures.tables [--write]
+
+Errors of forms are computed here, on a CPU, in about ten seconds; all else is read from the JSON files under
+``docs/benchmarks/``. `--write` puts the tables into the pages; without it they are printed. Needs SGLang,
+whose FP4 rows are one of the forms.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from scripts import ROOT
+from scripts.accuracy.forms import DISTRIBUTIONS, FORMS, LATENTS, latents, relative_error
+from scripts.figures.page_tables import markdown, updated
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+
+DOCS = ROOT / "docs"
+LAYOUTS = [layout.value for layout in MLAKVCacheLayout]
+#: Operations of `codec_xeon.json`, and what the page calls them.
+CODEC = {
+    "gather": "gather rows out of a pool and decode them, of a copy of the same bytes",
+    "encode": "encode rows, of the same copy",
+    "store": "encode rows and store them in a pool, of the same copy",
+}
+#: Forms of SmolLM2's rows that the page shows, of those in `llm_cpu.json`.
+LLM_FORMS = (
+    *(f"`{layout}`" for layout in reversed(LATENTS) if layout.is_narrow),
+    "SGLang's `fp4_mx_block16`",
+    "`fp4`, keys alone",
+    "`fp4`, values alone",
+    "scales amax / 6 and amax / 4",
+    "scale amax / 6 alone",
+    "`fp4` after Hadamard 64",
+    "NVFP4, a global scale per layer",
+    "`fp8`, k_scale fitted",
+)
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    """Result rows of a file, with the fields of their cases."""
+    found = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text())["results"]
+    return [{**row.get("job", {}), **row} for row in found]
+
+
+def _change(result: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """Change of perplexity relative to `bf16`, and its standard error; empty without a result."""
+    if result is None or result["difference"] is None:
+        return ""
+    of = result["difference"]
+    change, error = 100 * of["perplexity_change"] + 0.0, 100 * of["standard_error"]
+    return f"{change:+.{digits}f} % ({error:.{digits}f})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+# -------------------------------------------------------------------- accuracy.md
+
+
+def errors_table() -> str:
+    """Relative error of every form for every distribution."""
+    lines = []
+    for name in DISTRIBUTIONS:
+        errors = [relative_error(latents(name), form(latents(name))) for form in FORMS.values()]
+        lines.append([name, *(f"{error:.3f}" if error else "0" for error in errors)])
+    return markdown(["latents", *FORMS], lines)
+
+
+def llm_table() -> str:
+    """SmolLM2 for some forms of its rows, and per layout through the server."""
+    served = {f"`{one['layout']}`": one for one in _rows("demo_smollm2_cpu")}
+    found = {one["name"]: one for one in _rows("llm_cpu")}
+    lines = []
+    for name in LLM_FORMS:
+        top = f"{100 * found[name]['difference']['same_top_token']:.1f} %"
+        error = f"{found[name]['relative_error']:.4f}"
+        lines.append([name, _change(found[name]), top, error, _change(served.get(name))])
+    titles = ["keys, values stored as", "perplexity", "same top token", "error of rows", "through a server"]
+    return markdown(titles, lines)
+
+
+def bytes_table() -> str:
+    """The byte model per layout on the device, and on the host under `bf16`."""
+    on_host = {row["host_layout"]: row for row in _rows("host_layout_cpu") if row["device_layout"] == "bf16"}
+    lines = []
+    for one in _rows("demo_cpu"):
+        if one["difference"] is not None:
+            top = f"{100 * one['difference']['same_top_token']:.2f} %"
+            host = _change(on_host.get(one["layout"]), 3)
+            lines.append([f"`{one['layout']}`", _change(one, 3), top, host])
+    titles = ["layout", "perplexity", "same top byte", "prefix from such a host tier under `bf16`"]
+    return markdown(titles, lines)
+
+
+def rope_table() -> str:
+    """The byte model with latent, rotary values or both in 4 bits."""
+    found = [one for one in _rows("rope_cpu") if one["difference"] is not None]
+    lines = [[one["latent"], one["rotary"], _change(one)] for one in found]
+    return markdown(["latent", "rotary values", "perplexity"], lines)
+
+
+# -------------------------------------------------------------------- benchmarks.md
+
+
+def cpu_table() -> str:
+    """Rows, attention and host tier on a CPU, a column per layout."""
+    lines: list[list[str]] = []
+
+    def add(text: str, rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> None:
+        cells = {one["layout"]: cell(one) for one in rows}
+        lines.append([text, *(cells.get(layout, "") for layout in LAYOUTS)])
+
+    for operation, text in CODEC.items():
+        rows = [one for one in _rows("codec_xeon") if one["operation"] == operation]
+        add(text, rows, lambda one: _percent(one["ratio_to_copy"]))
+    attention = _rows("host_attention_cpu")
+    text = "time of one decode layer over the same rows in a pool 100 times as large"
+    add(text, attention, lambda one: f"{one['large_over_small']:.2f}x")
+    text = "the same layer, beside decoding the whole large pool"
+    add(text, attention, lambda one: f"1/{one['whole_over_rows']:.0f}")
+    for arrangement in KVArrangement.of_rows():
+        rows = [one for one in _rows("transfer_xeon") if one.get("arrangement") == arrangement.value]
+        add(
+            f"engine `cpu`, `{arrangement.value}` pool, to the host / from it, of a contiguous copy", rows,
+            lambda one: f"{_percent(one['to_host_of_copy'])} / {_percent(one['to_device_of_copy'])}",
+        )  # fmt: skip
+    return markdown(["", *(f"`{layout}`" for layout in LAYOUTS)], lines)
+
+
+def conversions_table() -> str:
+    """Transfers to a narrower host layout."""
+    results = [one for one in _rows("transfer_xeon") if "host_layout" in one]
+    devices, hosts = (
+        list(dict.fromkeys(one[field] for one in results)) for field in ("layout", "host_layout")
+    )
+    cells = {}
+    for one in results:
+        rates = one["to_host_gb_per_s"], one["to_device_gb_per_s"]
+        cells[one["host_layout"], one["layout"]] = " / ".join(f"{rate:.1f}" for rate in rates)
+    lines = [[f"`{host}`", *(cells.get((host, device), "") for device in devices)] for host in hosts]
+    return markdown(["host \\ device", *(f"`{one}`" for one in devices)], lines)
+
+
+_ACCURACY = {"llm": llm_table, "errors": errors_table, "bytes": bytes_table, "rope": rope_table}
+#: Tables by page.
+PAGES = {
+    DOCS / "accuracy.md": _ACCURACY,
+    DOCS / "benchmarks.md": {"cpu": cpu_table, "conversions": conversions_table},
+}
+
+
+def main() -> None:
+    """Print the tables, or write them into the pages."""
+    for page, tables in PAGES.items():
+        if "--write" in sys.argv[1:]:
+            page.write_text(updated(page.read_text(), tables))
+        else:
+            print(*(table() for table in tables.values()), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
