@@ -125,15 +125,15 @@ def test_nine_of_ten_barriers_are_needed(runs, layout):
     """Barriers are removed one at a time, and 90 % of the removals are noticed; the compiler may emit
     redundant ones.
     """
-    query_heads = tile_config(MLAKVCacheLayout(layout), 1, "triton").query_heads
+    tile = tile_config(MLAKVCacheLayout(layout), 1, "triton")
     # A list of two parts and one of a single part, whose results are written by different branches.
-    case = test_ptx_decode.make_case(layout, heads=query_heads, counts=((150,), (60,)))
+    case = test_ptx_decode.make_case(layout, heads=tile.query_heads, counts=((150,), (60,)))
     noticed, which, count = 0, 0, 1
     while which < count:
         change = Change("decode_kernel", instruction(r"bar\.sync"), which=(which,))
         try:
             with runs.using(change=change):
-                test_ptx_decode.decode(case, 2)
+                test_ptx_decode.decode(case, 2, tile=tile)
         except ptxrun.PtxError:
             noticed += 1
         which, count = which + 1, change.matches
