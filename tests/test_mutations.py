@@ -28,8 +28,8 @@ MUTATIONS = {
     ),
     "a reshape that copies": (
         "connectors/cross_layer.py",
-        "view = self.tensor.select(-2, self.position(name))",
-        "view = self.tensor.select(-2, self.position(name)).reshape(self.pages, -1)",
+        "view = self.tensor.select(-2, position)",
+        "view = self.tensor.select(-2, position).reshape(self.pages, -1)",
         "tests/connectors/test_cross_layer.py::test_b2_all_views_share_one_storage",
     ),
     "two axes swapped": (
