@@ -56,7 +56,7 @@ _TRANSFER = ("direction", "engine")
 METRICS = {
     "info": Metric(
         "sgl_kvpool_info",
-        "Always 1; labels say what the KV cache stores, and without a host tier host_layout is none",
+        "Always 1; labels name what the KV cache stores; host_layout is 'none' without a host tier",
         ("layout", "host_layout", "arrangement", "backend", "version"),
         gauge_mode="max",
     ),

@@ -153,7 +153,7 @@ def read_results(facts: Mapping[str, Any]) -> list[Result]:
 
 
 def plot_or_reason(path: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> str:
-    """Draw the plot; the reason if there is none, else an empty string."""
+    """Draw the plot; returns why it could not be drawn, or an empty string."""
     try:
         write_plot(path, results, title, facts)
     except ImportError as error:  # without a working matplotlib the numbers are still written

@@ -136,7 +136,7 @@ class Allocator:
         return self.blocks.get(tensor.untyped_storage().data_ptr())
 
     def at(self, address: int, size_bytes: int) -> tuple[Block, int] | None:
-        """Block that holds all of some bytes, and where in it they begin; None if there is none."""
+        """The block that contains a range of bytes, and the range's offset in it; None if no block does."""
         for block in self.registered.values():
             if block.address <= address and address + size_bytes <= block.address + block.size_bytes:
                 return block, address - block.address

@@ -84,7 +84,7 @@ class MeasuredAttention(Benchmark):
 
 
 def _poison(prepared: Prepared) -> None:
-    """Fill result buffers with NaN; if there are none, freed memory that torch may reuse for the result."""
+    """Fill result buffers with NaN; for a case without buffers, the freed memory that its result may get."""
     for buffer in prepared.buffers:
         buffer.fill_(float("nan"))
     if not prepared.buffers:

@@ -5,7 +5,7 @@ SGLang has two kinds of stores. A store that copies calls methods of the tier fo
 writes the tier's memory: checksums are written before it reads, and verified after it has written. Some
 stores of the second kind call these methods too; the tier then verifies twice.
 
-While weights may have changed, a store gets no pages and has none (`hooks.weights`); afterwards it knows
+While weights may have changed, no page is stored or looked up (`hooks.weights`); afterwards the store knows
 pages by other keys. It stays attached: a new Mooncake client would lose the pages in its memory, and NIXL and
 Mooncake would register the tier again.
 
