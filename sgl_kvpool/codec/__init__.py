@@ -16,9 +16,9 @@ Examples
 import torch
 
 from sgl_kvpool.codec import checks, compiled
-from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["decode_rows", "encode_rows", "gather_parts", "gather_rows", "prepare", "store_rows"]
+__all__ = ["decode_rows", "encode_rows", "fake_quant", "gather_parts", "gather_rows", "prepare", "store_rows"]
 
 
 def encode_rows(
@@ -209,6 +209,60 @@ def gather_parts(
     if rope_out is not None:
         checks.output(rope_out, "rope_out", len(slots), fmt.qk_rope_head_dim, nope_out.dtype, pool)
     _backend(pool).gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
+
+
+def fake_quant(
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    layout: MLAKVCacheLayout | str,
+    k_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Round tokens as a server's cache does, for training on its answers; the gradient passes unchanged.
+
+    Parameters
+    ----------
+    k_nope : Tensor [T, R]
+        The latent after its norm: bfloat16, float16 or float32. Any row stride.
+    k_rope : Tensor [T, P] or None
+        The key after rotation, in the dtype of `k_nope`; None if the model has none.
+    layout : MLAKVCacheLayout or str
+        Layout of the server.
+    k_scale : float
+        The layer's k_scale in the server; ignored by layouts without `uses_k_scale`.
+
+    Returns
+    -------
+    (Tensor [T, R], Tensor [T, P] or None)
+        What the server reads back, bit for bit, in the dtype of `k_nope`: rounded to bfloat16, encoded, and
+        decoded in float32. A value that the layout clamps has gradient 1 too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `encode_rows` and `MLAKVCacheLayout.row_format`, and if the dtypes differ.
+    """
+    rope_values = 0 if k_rope is None else k_rope.shape[-1]
+    fmt = MLAKVCacheLayout.parse(layout).row_format(k_nope.shape[-1], rope_values)
+    checks.output_dtype(k_nope.dtype)
+    if k_rope is not None:
+        checks.allowed_dtype(k_rope, "k_rope", (k_nope.dtype,), on=" beside k_nope of this dtype")
+    return _StraightThrough.apply(k_nope, k_rope, fmt, k_scale)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Encode and decode; the gradients of the results are those of the inputs."""
+
+    @staticmethod
+    def forward(ctx, k_nope, k_rope, fmt: RowFormat, k_scale: float):
+        rows = encode_rows(k_nope, k_rope, fmt, k_scale)
+        nope, rope = torch.empty_like(k_nope), None if k_rope is None else torch.empty_like(k_rope)
+        rope_out, k_scale = checks.optional_rope(rope, fmt, name="k_rope"), checks.scale(k_scale, fmt)
+        _backend(rows).gather_parts(rows, None, fmt, nope, rope_out, k_scale)
+        return nope, rope
+
+    @staticmethod
+    def backward(ctx, nope_gradient, rope_gradient):
+        return nope_gradient, rope_gradient, None, None
 
 
 def prepare(fmt: RowFormat, device: torch.device | str) -> None:

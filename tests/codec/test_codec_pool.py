@@ -14,7 +14,7 @@ from codec_oracle import (
     row_format,
 )
 
-from sgl_kvpool.codec import decode_rows, encode_rows, gather_parts, gather_rows, store_rows
+from sgl_kvpool.codec import decode_rows, encode_rows, fake_quant, gather_parts, gather_rows, store_rows
 
 FILL = 0xEE
 SLOTS = [5, -1, 0, 60, 17, -7, 2, 59, 33, -1, 1]
@@ -189,6 +189,9 @@ REFUSED = {
                     lambda: gather_parts(POOL, SLOT, FMT, NOPE, ROPE.half())),
     "parts rope": (ValueError, r"rope_out is None",
                    lambda: gather_parts(POOL, SLOT, FMT, NOPE, None)),
+    "fake_quant dtype": (TypeError, r"k_rope is float32, allowed beside k_nope .*: bfloat16; convert",
+                         lambda: fake_quant(NOPE.bfloat16(), ROPE, "fp4")),
+    "fake_quant layout": (ValueError, r"'fp5'; choose one of: .*fp4", lambda: fake_quant(NOPE, ROPE, "fp5")),
     "rows": (ValueError, r"rows has shape", lambda: decode_rows(POOL[:, :16], FMT)),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sgl_kvpool import env
-from sgl_kvpool.codec import decode_rows, encode_rows, scalars, store_rows
+from sgl_kvpool.codec import decode_rows, encode_rows, fake_quant, scalars, store_rows
 
 pytestmark = pytest.mark.usefixtures("each_encoder")
 
@@ -236,3 +236,16 @@ def test_rows_that_overlap_are_not_written():
     pool = torch.zeros(4 * fmt.row_bytes, dtype=torch.uint8).as_strided((3, fmt.row_bytes), (100, 1))
     with pytest.raises(ValueError, match="pool has a row stride of 100 bytes, less than the 416 bytes"):
         store_rows(pool, torch.tensor([1]), torch.zeros(1, 512), torch.zeros(1, 64), fmt)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_quant_passes_gradients_unchanged(name):
+    """Also where the value is clamped, and to one of the two inputs alone."""
+    nope = (torch.randn(5, 128) * 1000).requires_grad_()  # fp8 clamps at 448
+    rope, weights = torch.randn(5, 64, requires_grad=True), torch.randn(5, 192)
+    values = fake_quant(nope, rope, name)
+    (torch.cat(values, -1) * weights).sum().backward()
+    assert torch.equal(torch.cat([nope.grad, rope.grad], -1), weights)
+    rope.grad = None
+    fake_quant(nope.detach(), rope, name)[1].sum().backward()
+    assert torch.equal(rope.grad, torch.ones(5, 64))

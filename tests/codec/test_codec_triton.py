@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") == "0":
     pytest.skip("needs TRITON_INTERPRET=1 before Triton is imported", allow_module_level=True)
 
+from sgl_kvpool import codec
 from sgl_kvpool.codec import reference
 from sgl_kvpool.codec import triton as kernels
 
@@ -131,6 +132,15 @@ def test_k_scale(name, k_scale):
     for dtype in (torch.bfloat16, torch.float32):
         found = gathered_by(kernels, rows, None, fmt, dtype, scale)
         assert_same_values(found, gathered_by(reference, rows, None, fmt, dtype, scale))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_quant(name, monkeypatch):
+    nope, keys = hard_rows(64, 256), hard_rows(64, 64, 1)
+    expected = codec.fake_quant(nope, keys, name, 0.37)
+    monkeypatch.setattr(codec, "_backend", lambda rows: kernels)
+    for found, part in zip(codec.fake_quant(nope, keys, name, 0.37), expected, strict=True):
+        assert_same_values(found, part)
 
 
 @pytest.mark.parametrize("part", ["nope", "rope"])

@@ -13,7 +13,7 @@ from codec_oracle import (
     row_format,
 )
 
-from sgl_kvpool.codec import decode_rows, encode_rows, gather_parts, gather_rows, store_rows
+from sgl_kvpool.codec import decode_rows, encode_rows, fake_quant, gather_parts, gather_rows, store_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +87,15 @@ def test_k_scale(k_scale):
     for dtype in (torch.bfloat16, torch.float32):
         found = decode_rows(rows, fmt, dtype, k_scale)
         same_values(found, decode_rows(expected, fmt, dtype, k_scale))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_quant(name):
+    nope, keys = hard_rows(519, 256), hard_rows(519, 64, 1)
+    for found, expected in zip(
+        fake_quant(cuda(nope), cuda(keys), name, 0.37), fake_quant(nope, keys, name, 0.37), strict=True
+    ):
+        same_values(found, expected)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -35,6 +35,8 @@ from pools import (
     waits,
 )
 
+from sgl_kvpool.codec import fake_quant
+
 pytestmark = pytest.mark.usefixtures("published")
 
 LAYOUTS, PACKED = oracle.LAYOUTS, oracle.PACKED
@@ -299,6 +301,25 @@ def test_reads_decode_what_is_stored(kind, layout):
             assert rope.shape == (3, 1, case.rope)
             assert rope.is_contiguous()
             oracle.assert_same_values(rope.squeeze(1), wanted[:, case.rank :])
+
+
+@every_pool
+def test_fake_quant_is_what_is_read_back(kind, layout):
+    """By values that overflow, underflow and decide between scales, in the dtypes of a trainer."""
+    case = Pool(kind, layout)
+    nope, rope = oracle.hard_rows(4, case.rank, 3), oracle.hard_rows(4, case.rope, 4)
+    slots = torch.tensor(case.slots)
+    for layer_id, k_scale in zip(case.layers, case.scales, strict=True):
+        case.write("set_mla_kv_buffer", layer(layer_id), slots, nope[:, None], rope[:, None])
+        for dtype in (torch.bfloat16, torch.float32):
+            found = fake_quant(nope.to(dtype), rope.to(dtype) if case.rope else None, layout, k_scale)
+            read = case.pool.get_mla_kv_buffer(layer(layer_id), slots, dtype)
+            assert (
+                [part is None for part in found] == [part is None for part in read] == [False, not case.rope]
+            )
+            for part, stored in zip(found[: 1 + bool(case.rope)], read, strict=False):
+                assert part.dtype == dtype
+                oracle.assert_same_values(part, stored.squeeze(1))
 
 
 @every_pool
