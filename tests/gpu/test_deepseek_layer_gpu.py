@@ -27,6 +27,8 @@ NOPE = V_DIM = 128
 ROW_ERROR = {"bf16": 0.005, "fp8": 0.035, "fp8_block_scale": 0.035, "fp4": 0.1, "fp4_fp8_rope": 0.1}
 #: Largest relative error of the output: bf16 projections, weights and results.
 OUTPUT_ERROR = 0.012
+#: First position whose query llama_4_scaling multiplies by more than 1; 8192 in Mistral-Large-3.
+SCALED_FROM = 4
 #: Prefills of two requests, one behind the other: lengths, and how many of them are stored before.
 FIRST, SECOND, DECODE = ([6, 9], [0, 0]), ([13, 20], [6, 9]), ([14, 21], [13, 20])
 
@@ -42,6 +44,15 @@ class Layer:
         self.backend.prefill_attention_backend_str = self.backend.decode_attention_backend_str = BACKEND
         generator = torch.Generator().manual_seed(2)
         self.hidden = torch.randn(2, LONGEST, HIDDEN, generator=generator).bfloat16()
+        self.scaling_beta = 0.0  # of llama_4_scaling
+
+    def factors(self, positions):
+        """SGLang's factor of each position's query, `[positions, 1, 1]`; None as for most models."""
+        from sglang.srt.models.deepseek_v2 import _get_llama_4_scaling
+
+        if not self.scaling_beta:
+            return None
+        return _get_llama_4_scaling(SCALED_FROM, self.scaling_beta, positions)
 
     def run(self, mode, lengths, prefixes):
         """One forward: the layer's output, and the method that SGLang chose."""
@@ -62,7 +73,9 @@ class Layer:
             stack.enter_context(torch.no_grad())
             inputs = AttentionInputs(hidden, batch, attention.prepare_qkv_latent)
             get_attn_tp_context().set_attn_inputs(inputs)
-            state = attention.forward_prepare(batch.positions, hidden, batch, None)
+            state = attention.forward_prepare(
+                batch.positions, hidden, batch, None, llama_4_scaling=self.factors(batch.positions)
+            )
             return attention.forward_core(state).cpu(), state[1].name
 
     def wanted(self, lengths, prefixes, stored):
@@ -74,6 +87,7 @@ class Layer:
         q, rows = self._projected(request, length)
         if stored:
             rows[:stored] = self.stored(request, stored)
+        q *= 1 + self.scaling_beta * (1 + torch.arange(length) // SCALED_FROM).log().double()[:, None, None]
         kv = (rows[:, :RANK] @ self._weight("kv_b_proj").T).view(length, HEADS, NOPE + V_DIM)
         scores = torch.einsum("qhd,khd->hqk", q[..., :NOPE], kv[..., :NOPE])
         scores += torch.einsum("qhd,kd->hqk", q[..., NOPE:], rows[:, RANK:])
@@ -126,7 +140,8 @@ def layer(monkeypatch, request):
     publish_one_rank()
     attention.register_names()
     assert forward_mha._is_cuda
-    return Layer(request.param)
+    yield Layer(request.param)
+    attention.register_names()
 
 
 @pytest.mark.parametrize("layer", quick([(one,) for one in oracle.LAYOUTS], [("fp4",)]), indirect=True)
@@ -160,3 +175,23 @@ def test_forms_of_attention(layer, monkeypatch):
     layer.attention.chunked_prefix_cache_threshold = sum(prefixes) + 1
     check(SECOND, "EXTEND", "MLA", "all")
     check(DECODE, "DECODE", "MLA", "all")
+
+
+@pytest.mark.parametrize("layer", quick([(one,) for one in oracle.LAYOUTS], [("fp4",)]), indirect=True)
+def test_queries_that_are_scaled_by_their_position(layer):
+    """Every batch of such a model is absorbed, the only form in which SGLang multiplies."""
+    from sgl_kvpool.sglang_plugin.hooks import attention
+
+    attention.let_sglang_scale_queries()
+    layer.scaling_beta = 1.5
+    for step, mode, stored in (
+        (FIRST, "EXTEND", [0, 0]),
+        (SECOND, "EXTEND", SECOND[1]),
+        (DECODE, "DECODE", DECODE[0]),
+    ):
+        found, method = layer.run(mode, *step)
+        assert method == "MLA"
+        assert distance(found, layer.wanted(*step, stored)) < OUTPUT_ERROR
+        layer.scaling_beta, unscaled = 0.0, layer.scaling_beta
+        assert distance(found, layer.wanted(*step, stored)) > 5 * OUTPUT_ERROR
+        layer.scaling_beta = unscaled

@@ -4,8 +4,6 @@ Most tests go through SGLang's own resolution. It also resolves arguments for CU
 if it does not query the device.
 """
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -222,25 +220,6 @@ def test_models_beyond_the_kernels(serve):
         attention_rules.check_model(SimpleNamespace(kv_lora_rank=512, **shape), view)
         with pytest.raises(ValueError, match="kv_lora_rank=640, .* up to 512 on CUDA"):
             attention_rules.check_model(SimpleNamespace(kv_lora_rank=640, **shape), view)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeypatch, tmp_path, device):
-    """As in Mistral-Large-3: SGLang passes the factor to TensorRT-LLM's backends only."""
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
-
-    config = json.loads((Path(checkpoints["mla"]) / "config.json").read_text())
-    config["llama_4_scaling"] = {"original_max_position_embeddings": 8192, "beta": 0.1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model_config = model_config_of(resolve(str(tmp_path)))
-    view = SimpleNamespace(device=device)
-    monkeypatch.setattr(attention_rules, "backends_in_use", lambda view: (OURS, OURS))
-    with pytest.raises(ValueError, match="scales queries by their position .*Blackwell.* trtllm_mla"):
-        attention_rules.check_model(model_config, view)
-    monkeypatch.setattr(attention_rules, "backends_in_use", lambda view: ("trtllm_mla", "trtllm_mla"))
-    attention_rules.check_model(model_config, view)
 
 
 def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve, checkpoints):

@@ -123,6 +123,29 @@ def test_targets():
     assert backend.arguments == ((target,), {})
 
 
+def test_queries_that_are_scaled_by_their_position(published, monkeypatch):
+    """SGLang multiplies them in the absorbed form, for backends that are not in its list."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+    monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
+    _, separate = attention.name_lists()
+    before = list(separate)
+    try:
+        attention.register_names()
+        plain = runner(is_draft_worker=False)
+        attention.create_backend(plain)
+        assert OURS in separate
+        plain.model_config.hf_text_config = SimpleNamespace(
+            llama_4_scaling={"original_max_position_embeddings": 8192, "beta": 0.1}
+        )
+        attention.create_backend(plain)
+        attention.create_backend(plain)
+        assert OURS not in separate
+        assert AttentionBackendRegistry.get_handler(OURS) is attention._absorbed
+    finally:
+        separate[:] = before
+
+
 def test_names_are_added_in_place_and_once(published):
     from sgl_kvpool.sglang_plugin import hook_groups, hook_points
 

@@ -65,6 +65,20 @@ def register_names() -> None:
             names.append(KVPOOL_BACKEND)
 
 
+def let_sglang_scale_queries() -> None:
+    """Make SGLang multiply queries by a factor of their position (llama_4_scaling, Mistral-Large-3).
+
+    It does so in the absorbed form alone, and for backends that are not in its list
+    (`forward_mla.py:789`), for which it concatenates the parts of q and of k in every layer.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+    AttentionBackendRegistry.register(KVPOOL_BACKEND, _absorbed)
+    _, separate_parts = name_lists()
+    if KVPOOL_BACKEND in separate_parts:
+        separate_parts.remove(KVPOOL_BACKEND)
+
+
 def _forward_method(attention: Any, forward_batch: Any):
     """How DeepSeek's attention computes a batch: absorbed, or in the MHA form, in one or several chunks."""
     from sglang.srt.models.deepseek_common import attention_backend_handler
@@ -73,7 +87,10 @@ def _forward_method(attention: Any, forward_batch: Any):
 
 
 def _absorbed(attention: Any, forward_batch: Any):
-    """The absorbed form for every batch; the MHA form would attend new keys before rounding."""
+    """The absorbed form for every batch.
+
+    The MHA form would attend new keys before rounding, and queries without the factor of their position.
+    """
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     return attention_backend_handler._dispatch_mla_subtype(attention, forward_batch)
@@ -96,4 +113,6 @@ def backend_class(device: str) -> type:
 def create_backend(runner: Any):
     """Our backend for a ModelRunner, target or draft; Refusal for a draft without MLA."""
     require_mla(runner)
+    if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
+        let_sglang_scale_queries()
     return backend_class(runner.device)(runner)

@@ -19,7 +19,7 @@ from sgl_kvpool.attention.readers import (
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
-from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, model_name
+from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
@@ -186,21 +186,8 @@ def _check_device(view: Any) -> None:
 
 
 def check_model(model_config: Any, view: Any) -> None:
-    """Refuse models that our backend does not support, on any device or on CUDA.
-
-    These scale queries by position, or on CUDA have too long a latent or a dtype without 16 bits.
-    """
-    if KVPOOL_BACKEND not in backends_in_use(view):
-        return
-    if getattr(model_config.hf_text_config, "llama_4_scaling", None):
-        # Mistral-Large-3 sets it. SGLang leaves the scaling to the backends in a list that contains ours, and
-        # passes the factor to TensorRT-LLM's backends only (forward_mla.py:726).
-        raise Refusal(
-            f"{model_name(model_config)} scales queries by their position (llama_4_scaling), and SGLang does "
-            f"not pass the factor to attention backend {KVPOOL_BACKEND}; serve it without {LAYOUT.flag}, or "
-            "on Blackwell bf16 with --attention-backend trtllm_mla, which gets the factor"
-        )
-    if view.device == "cpu":
+    """Refuse models that our backend does not support on CUDA: too long a latent, a dtype without 16 bits."""
+    if KVPOOL_BACKEND not in backends_in_use(view) or view.device == "cpu":
         return
     rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
     if rank > MAX_LATENT_RANK:
