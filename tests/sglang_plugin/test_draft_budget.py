@@ -143,6 +143,8 @@ def test_refused_drafts_of_sparse_targets(sized, name, message):
 def test_sglang_as_it_is_keeps_its_number(sized):
     """SGLang counts the draft as one more layer of the target."""
     assert sized["as it is"]["cell_bytes"] == 62 * 1152
+    assert sized["three layers"]["draft_pool_bytes"] == 3 * HEADS_BYTES
+    assert sized["as it is"]["draft_pool_bytes"] == sized["packed"]["draft_pool_bytes"] == 0
 
 
 @pytest.mark.parametrize(

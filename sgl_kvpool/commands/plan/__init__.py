@@ -32,10 +32,19 @@ from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 #: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
 #: on H100s of 79.6 (pull request 3888).
 TAKEN_GIB = 3.0
-#: Server arguments that this command sets itself, and --hicache-ratio, which --hicache-size replaces.
-_OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
-         "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
-         "--enable-hierarchical-cache")  # fmt: skip
+_MODEL, _TP = ("--model-path", "--model"), ("--tp-size", "--tp", "--tensor-parallel-size")
+#: Server arguments that this command sets itself, and those that it sets with --host-gb; --hicache-size
+#: replaces --hicache-ratio.
+_OURS = (*_MODEL, *_TP, "--device", "--kv-cache-layout", "--kv-host-layout")
+_HOST = ("--hicache-size", "--hicache-ratio")
+#: Server arguments that this command passes on, with their other names in SGLang.
+_PASSED_ON = {
+    "--pp-size": "--pipeline-parallel-size",
+    "--dcp-size": "--decode-context-parallel-size",
+    "--max-total-tokens": "",
+}
+#: Last words of the programs that take server arguments.
+_PROGRAMS = ("serve", "sglang.launch_server")
 
 #: Argument with the draft's checkpoint, whose configuration SGLang reads besides the model's.
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
@@ -57,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
     )
-    parser.add_argument("--tp", type=_count, default=1, metavar="N", help="ranks of tensor parallelism (1)")
+    parser.add_argument("--tp", type=_count, metavar="N", help="ranks of tensor parallelism (1)")
+    for name, what in zip(
+        _PASSED_ON,
+        ("stages of a pipeline", "ranks that keep parts of the tokens", "limit of the tokens"),
+        strict=True,
+    ):
+        parser.add_argument(name, type=_count, metavar="N", help=f"{what}, as in sglang serve")
     parser.add_argument(
         "--host-gb",
         type=partial(_number, what="memory of one node in GB", limit=1e5),
@@ -89,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "server_arguments",
         nargs="*",
         metavar="-- ARGUMENT",
-        help="after --: further arguments of sglang serve, for every layout",
+        help="after --: further arguments of sglang serve, for every layout, or a whole command, whose model "
+        "is not used",
     )
 
 
@@ -108,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = find_model(arguments.model)
     if model.config is not None:
         check_sizes(json.loads(model.config))
+    _read_server_arguments(arguments)
     _check(arguments)
     if arguments.plot is not None:
         report.check_plot(arguments.plot)
@@ -249,10 +266,48 @@ def _candidates(with_host: bool) -> list[Candidate]:
     return found
 
 
+def _read_server_arguments(arguments: argparse.Namespace) -> None:
+    """Take program, model and --tp-size out of the words after --, and put `_PASSED_ON` before them."""
+    words = list(arguments.server_arguments)
+    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    program = words[:first]
+    if program and (program[-1] not in _PROGRAMS or any("=" in word for word in program)):
+        raise ValueError(
+            f"{' '.join(program)!r} is no program that serves; begin with its arguments, with sglang serve "
+            "or with python -m sglang.launch_server, and set variables before sgl-kvpool"
+        )
+    found, rest = None, []
+    remaining = iter(words[first:])
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name not in (*_MODEL, *_TP):
+            rest.append(word)
+            continue
+        value = value if equals else next(remaining, "")
+        if name in _TP:
+            try:
+                found = _count(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{name}: {error}") from None
+    if None not in (found, arguments.tp) and found != arguments.tp:
+        raise ValueError(f"--tp {arguments.tp} is {found} after --; leave out one of the two")
+    arguments.tp = arguments.tp or found or 1
+    passed_on = []
+    for name, other in _PASSED_ON.items():
+        value = getattr(arguments, name[2:].replace("-", "_"))
+        if value is None:
+            continue
+        if {name, other}.intersection(_names(rest)):
+            raise ValueError(f"{name} {value} is given after -- too; leave out one of the two")
+        passed_on += [name, str(value)]
+    arguments.server_arguments = [*passed_on, *rest]
+
+
 def _check(arguments: argparse.Namespace) -> None:
+    ours = _OURS if arguments.host_gb is None else (*_OURS, *_HOST)
     for name in _names(arguments.server_arguments):
         # SGLang's parser accepts prefixes of argument names.
-        if len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
+        if len(name) > 2 and any(one.startswith(name) for one in ours):
             raise ValueError(
                 f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
                 "and out of a file that --config names"

@@ -142,6 +142,8 @@ class PlannedServer:
         Sizes on the device. `requests`: concurrent requests of the plan's length, up to SGLang's maximum.
     token_bytes : int
         Bytes of a token in all layers, including index keys and drafts.
+    draft_pool_bytes : int
+        Part of `token_bytes` that is in a draft's own pool; 0 for SGLang as it is, which does not count it.
     host_tokens, host_slots, host_requests : int
         Sizes on the host. Requests take whole pages, in hybrid models also one slot each.
     hicache_size_gb : int
@@ -162,6 +164,7 @@ class PlannedServer:
     state_slots: int = 0
     page_size: int = 0
     token_bytes: int = 0
+    draft_pool_bytes: int = 0
     limit: str = ""
     attention: dict[str, str] | None = None
     host_tokens: int = 0
@@ -296,6 +299,7 @@ def _planned(
         state_slots=answer["state_slots"] * caches,
         page_size=page_size,
         token_bytes=answer["cell_bytes"],
+        draft_pool_bytes=answer["draft_pool_bytes"],
         limit=_limit(answer) if fitting > most else MAX_TOTAL if answer["is_capped"] else MEMORY,
         attention=answer["attention"],
         host_tokens=held.tokens * caches,

@@ -79,7 +79,7 @@ def _table(plan: Plan) -> list[str]:
 def _notes(plan: Plan) -> list[str]:
     """Notes on the numbers of the table."""
     tiers = [server for server in plan.servers if server.hicache_size_gb]
-    lines = []
+    lines = _drafts(plan)
     if plan.row_copies > 1:
         sharing = max((server.host_sharing_ranks for server in tiers), default=1)
         where = "on its GPU and in its host memory" if tiers and sharing == 1 else "on its GPU"
@@ -100,6 +100,20 @@ def _notes(plan: Plan) -> list[str]:
             f"no host tier: {plan.host_gb:g} GB are less than 1 GB per rank, the smallest --hicache-size"
         )
     return [*lines, ""] if lines else []
+
+
+def _drafts(plan: Plan) -> list[str]:
+    """Why layouts have fewer tokens than SGLang as it is."""
+    stock = next((server.tokens for server in plan.servers if server.layout is None), 0)
+    fewer = [one for one in plan.servers if one.draft_pool_bytes and 0 < one.tokens < stock]
+    if not fewer:
+        return []
+    sizes = "/".join(str(size) for size in dict.fromkeys(one.draft_pool_bytes for one in fewer))
+    return [
+        f"{'; '.join(one.name for one in fewer)}: fewer tokens than SGLang as it is, because SGLang counts "
+        f"the draft as layers of the target, and layouts count its own pool of {sizes} bytes per token, "
+        "which SGLang allocates too"
+    ]
 
 
 def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:

@@ -97,7 +97,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     plannable.check_weights(all_weights_gib, machine, view, model_config)
     config, available_bytes = _sized(stages, machine, all_weights_gib / (view.tp_size * view.pp_size))
     sizes = _pool_configurator(configurator)
-    states = configurator.mambaish_config
+    states, draft = configurator.mambaish_config, own_draft(configurator)
     tier = None
     if layout is not None and view.enable_hierarchical_cache:
         tier = _host_tier(configurator, layout, view)
@@ -111,6 +111,8 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
         "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
         "state_slot_bytes": _slot_bytes(configurator),
         "cell_bytes": sizes._cell_size,
+        # Bytes of a token in a draft's own pool, as our layouts count it; SGLang counts other bytes.
+        "draft_pool_bytes": 0 if layout is None or draft is None else draft.token_bytes(layout),
         "workspace_bytes": sizes._fixed_overhead_bytes,
         "available_bytes": available_bytes,
         "mem_fraction_static": view.mem_fraction_static,

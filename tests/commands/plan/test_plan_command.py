@@ -62,7 +62,16 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
         (["--model", "nowhere/at/all"], "'nowhere/at/all' does not exist; name"),
         (["--model", "/"], "/ has no config.json"),
         (["--model", __file__], "is not JSON"),
-        (["--model", V32, "--", "--tp-size=4"], "--tp-size is set by this command"),
+        (["--model", V32, "--tp", "8", "--", "--tp-size=4"], "--tp 8 is 4 after --; leave out one"),
+        (["--model", V32, "--", "--tp", "no"], "--tp: no is not a whole number above 0"),
+        (
+            ["--model", V32, "--", "vllm", "serve-it", "--tp", "8"],
+            "'vllm serve-it' is no program that serves",
+        ),
+        (["--model", V32, "--", "A=1", "sglang", "serve"], "'A=1 sglang serve' is no program"),
+        (["--model", V32, "--pp-size", "2", "--", "--pp-size=2"], "--pp-size 2 is given after -- too"),
+        (["--model", V32, "--dcp-size", "2", "--", "--decode-context-parallel-size", "4"], "--dcp-size 2 is"),
+        (["--model", V32, "--host-gb", "9", "--", "--hicache-ratio", "2"], "--hicache-ratio is set by this"),
         (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is set by this command"),
         (["--model", V32, "--", "--tp-s=4"], "--tp-s is set by this command"),
         (["--model", V32, "--", "--kv-cache-lay", "fp4"], "--kv-cache-lay is set by this command"),
@@ -122,7 +131,8 @@ def answer(tokens=100_000, most=2048, **changes):
     """What SGLang answers, in the form of `sizing.size_server`."""
     return {
         "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
-        "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
+        "state_slot_bytes": 0, "cell_bytes": 25376, "draft_pool_bytes": 0,
+        "workspace_bytes": 0, "available_bytes": 0,
         "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
         "is_capped": False, "stages": 1,
         "attention_copies": 1, "row_copies": 8, "draft_weights_gib": None, "requested_running_requests": None,
@@ -206,6 +216,48 @@ def test_copies_of_attention_are_named():
     assert "DP attention" not in report.text(plan((Candidate("fp4"), answer())))
     shown = report.text(plan((Candidate("fp4"), answer(caches=8, attention_copies=8))))
     assert "hold the attention weights 8 times" in shown
+
+
+def test_a_layout_with_fewer_tokens_than_sglang_says_why():
+    """SGLang does not count the pool of a draft of another kind."""
+    stock = Candidate(None), answer(tokens=632589)
+    shown = report.text(plan(stock, (Candidate("bf16"), answer(tokens=622386, draft_pool_bytes=4096))))
+    assert "bf16: fewer tokens than SGLang as it is, because SGLang counts the draft as layers" in shown
+    assert "its own pool of 4096 bytes per token" in shown
+    for tokens, draft_bytes in ((632590, 4096), (622386, 0)):
+        other = Candidate("bf16"), answer(tokens=tokens, draft_pool_bytes=draft_bytes)
+        assert "fewer tokens" not in report.text(plan(stock, other))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [(), ("sglang", "serve"), ("python3", "-m", "sglang.launch_server")],
+    ids=["", "serve", "module"],
+)
+def test_a_published_command_is_taken_as_it_is(program, monkeypatch, capsys):
+    asked = []
+
+    def ask(machine, servers):
+        asked.extend([machine["gpu_count"], *(server["arguments"] for server in servers)])
+        return [answer() for _ in servers]
+
+    monkeypatch.setattr(command, "ask", ask)
+    published = [
+        "--model-path",
+        "deepseek-ai/DeepSeek-V3.2",
+        "--tp=16",
+        "--nnodes",
+        "2",
+        "--hicache-ratio",
+        "2",
+    ]
+    argv = ["plan", "--model", V32, "--gpu-gb", "80", "--pp-size", "2", "--max-total-tokens", "100"]
+    assert main([*argv, "--", *program, *published]) == 0
+    gpus, stock, bf16, *_ = asked
+    passed_on = ["--pp-size", "2", "--max-total-tokens", "100", "--nnodes", "2", "--hicache-ratio", "2"]
+    assert gpus == 16
+    assert stock == ["--tp-size", "16", *passed_on]
+    assert bf16 == ["--tp-size", "16", "--kv-cache-layout", "bf16", *passed_on]
 
 
 def test_weights_of_a_draft_are_named():
