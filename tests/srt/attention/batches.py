@@ -1,4 +1,4 @@
-"""Batches as SGLang builds them, of requests whose slots and prefixes are known."""
+"""Batches and attention layers as SGLang builds them, of requests whose slots and prefixes are known."""
 
 import torch
 
@@ -28,3 +28,11 @@ def forward_batch(mode, slots, prefixes, seq_lens, rows):
         batch.extend_prefix_lens_cpu = list(prefixes)
         batch.extend_seq_lens_cpu = list(map(len, fresh))
     return batch
+
+
+def radix_attention(heads, rank, rope, **fields):
+    """SGLang's attention layer in the absorbed form, unless `fields` say otherwise."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    absorbed = {"num_heads": heads, "head_dim": rank + rope, "num_kv_heads": 1, "v_head_dim": rank}
+    return RadixAttention(**absorbed | fields)

@@ -3,14 +3,13 @@
 Real: the attention module with its projections, norms and rotary embedding, its method handlers and cores,
 RadixAttention, ForwardBatch with its plan of KV locations, the graph contexts, our pool. Replaced, because
 they need a GPU: tests set `_is_cuda` of forward_mha, so that it writes and reads the pool as on CUDA; a
-recorder attends in float32 instead of the kernels; `merge_state` and the index kernels run in Triton's
-interpreter. There is no model around the layer: `Server.run` sets the layer's inputs as a decoder layer does.
+recorder is called instead of the kernels, whose results are in tests/gpu/test_deepseek_layer_gpu.py;
+`merge_state` and the index kernels run in Triton's interpreter. There is no model around the layer:
+`Server.run` sets the layer's inputs as a decoder layer does.
 """
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from pools import device_pool, guard
@@ -74,26 +73,11 @@ def build_pool(layout, k_scale=1.0, layer_id=LAYER):
     return pool
 
 
-@dataclass
-class Call:
-    """One call that reached the attention backend."""
-
-    method: str
-    layer: str
-    shapes: dict[str, Any]
-    dtypes: set
-    kwargs: set
-    save_kv_cache: bool
-    attend_prefix_cache: bool | None
-    return_lse: bool | None
-    tensors: dict[str, Any] = field(repr=False, default_factory=dict)
-
-
 def recorder(pool, attention):
-    """An attention backend that records its calls and attends in float32."""
+    """An attention backend that records layer and number of queries of its calls, and returns zeros."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     class Recorder(AttentionBackend):
         def __init__(self):
@@ -110,95 +94,21 @@ def recorder(pool, attention):
             self.data_type = pool.dtype
             self.prefill_attention_backend_str = self.decode_attention_backend_str = BACKEND
             self.calls = []
-            self.chunk_metadata = 0
 
         def init_mha_chunk_metadata(self, forward_batch):
-            self.chunk_metadata += 1
+            pass
 
         def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-            return self._forward("decode", q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            self.calls.append((layer, len(q)))
+            width = RANK if layer is attention.attn_mqa else V_DIM
+            out = q.new_zeros(len(q), HEADS, width)
+            if layer is attention.attn_mqa:
+                return out.flatten(1)
+            return (out, torch.zeros(len(q), HEADS)) if forward_batch.mha_return_lse else out
 
-        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-            return self._forward("extend", q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-        def _forward(self, method, q, k, v, layer, batch, save_kv_cache, **kwargs):
-            tensors = {"q": q, "k": k, "v": v, **kwargs}
-            name = "attn_mqa" if layer is attention.attn_mqa else "attn_mha"
-            assert name == "attn_mqa" or layer is attention.attn_mha
-            call = Call(
-                method,
-                name,
-                {key: tuple(value.shape) for key, value in tensors.items()},
-                {value.dtype for value in tensors.values()},
-                set(kwargs),
-                save_kv_cache,
-                batch.attn_attend_prefix_cache,
-                batch.mha_return_lse,
-                tensors,
-            )
-            self.calls.append(call)
-            if name == "attn_mha":
-                return self._mha(q, k, v, layer, batch)
-            return self._absorbed(q, k, layer, batch, save_kv_cache, **kwargs)
-
-        def _absorbed(self, q, k, layer, batch, save_kv_cache, q_rope=None, k_rope=None):
-            tokens = q.shape[0]
-            if k_rope is None:
-                k, k_rope = k[..., :RANK], k[..., RANK:]
-            if save_kv_cache:
-                pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, k_rope)
-            q = q.reshape(tokens, HEADS, -1)
-            if q_rope is not None:
-                q = torch.cat([q, q_rope.reshape(tokens, HEADS, -1)], -1)
-            out = []
-            for own, position, slots in parts(self, batch):
-                rows = torch.cat(
-                    [t.float() for t in pool.get_mla_kv_buffer(layer, slots, torch.bfloat16)], -1
-                )
-                rows = rows.expand(-1, HEADS, -1)
-                out.append(attend(q[own].float(), rows, rows[..., :RANK], layer.scaling, position)[0])
-            return torch.cat(out).to(q.dtype).reshape(tokens, HEADS * RANK)
-
-        def _mha(self, q, k, v, layer, batch):
-            out, lse, start = [], [], 0
-            for number, (own, position, slots) in enumerate(parts(self, batch)):
-                queries = own.stop - own.start
-                if batch.attn_attend_prefix_cache:
-                    count = int(batch.prefix_chunk_seq_lens_cpu[batch.prefix_chunk_idx][number])
-                    position = count  # no mask
-                elif batch.mha_one_shot:
-                    count = len(slots)
-                else:
-                    count, position = queries, 0
-                rows = slice(start, start + count)
-                start += count
-                result = attend(q[own].float(), k[rows].float(), v[rows].float(), layer.scaling, position)
-                out.append(result[0]), lse.append(result[1])
-            assert start == k.shape[0]
-            out = torch.cat(out).to(q.dtype)
-            return (out, torch.cat(lse)) if batch.mha_return_lse else out
+        forward_extend = forward_decode
 
     return Recorder()
-
-
-def parts(backend, batch):
-    """Per request: its queries, the position of the first query, the slots of its whole sequence."""
-    start = 0
-    for request, seq_len in enumerate(batch.seq_lens_cpu.tolist()):
-        if batch.forward_mode.is_target_verify():
-            seq_len += batch.spec_info.draft_token_num
-        queries = batch.tokens_of[request]
-        slots = backend.req_to_token_pool.req_to_token[batch.req_pool_indices[request], :seq_len].long()
-        yield slice(start, start + queries), seq_len - queries, slots
-        start += queries
-
-
-def attend(q, k, v, scale, position):
-    """Causal attention in float32, `[tokens, heads, dim]`; the first query is at `position`."""
-    scores = torch.einsum("qhd,khd->qhk", q, k) * scale
-    seen = torch.arange(k.shape[0])[None, :] <= position + torch.arange(q.shape[0])[:, None]
-    scores = scores.masked_fill(~seen[:, None, :], float("-inf"))
-    return torch.einsum("qhk,khd->qhd", scores.softmax(-1), v), torch.logsumexp(scores, -1)
 
 
 class Server:
@@ -244,7 +154,6 @@ class Server:
             batch.extend_seq_lens = torch.tensor(queries, dtype=torch.int32)
         if mode.is_target_verify():
             batch.spec_info = SimpleNamespace(draft_token_num=queries[0], spec_input_type=None)
-        batch.tokens_of = queries
         translator = self.backend.kv_index_translator
         translator.own_plan(batch).bind(batch, translator)
         return batch, torch.cat([*hidden, self.hidden[:0]])

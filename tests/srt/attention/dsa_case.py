@@ -7,6 +7,7 @@ keys needs a GPU too: float64 attention over the kernel's arguments replaces it.
 import sys
 from types import SimpleNamespace
 
+import batches
 import codec_oracle as oracle
 import numpy as np
 import torch
@@ -209,11 +210,7 @@ class Case:
 
 
 def radix_attention():
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return RadixAttention(
-        num_heads=HEADS, head_dim=RANK + ROPE, scaling=SCALE, num_kv_heads=1, layer_id=LAYER, v_head_dim=RANK
-    )
+    return batches.radix_attention(HEADS, RANK, ROPE, layer_id=LAYER, scaling=SCALE)
 
 
 def in_forward(backend):

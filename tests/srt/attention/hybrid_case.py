@@ -9,6 +9,7 @@ test_cuda_backend.py). There is no model around the layers.
 import inspect
 from types import SimpleNamespace
 
+import batches
 import codec_oracle as oracle
 import numpy as np
 import torch
@@ -125,13 +126,7 @@ def runner_of(pool, table, model, *, kind="kda", draft=False):
 
 
 def radix_attention(layer_id, rope=64, **changes):
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    fields = {
-        "num_heads": HEADS, "head_dim": RANK + rope, "scaling": SCALE, "num_kv_heads": 1, "v_head_dim": RANK,
-        "layer_id": layer_id,
-    }  # fmt: skip
-    return RadixAttention(**fields | changes)
+    return batches.radix_attention(HEADS, RANK, rope, layer_id=layer_id, scaling=SCALE, **changes)
 
 
 class HybridCase:

@@ -323,39 +323,18 @@ class TestDraftSteps:
             KVPoolMultiStepDraftBackend(None, 4, 3)
 
 
-def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
-    """Lengths, requests and slots change in place between replays; a replay runs what the graph recorded."""
+def test_row_numbers_are_those_of_the_slots_in_a_step(monkeypatch):
+    """In breakable prefill graphs, every layer sees a different view of the same slots."""
     case = CudaCase("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, arrangement="page_major", page_size=8)
-    case.q = torch.randn(12, HEADS, RANK + ROPE, generator=torch.Generator().manual_seed(8))
-    batch = case.batch("TARGET_VERIFY")
+    batch, rows_to_write = case.batch("TARGET_VERIFY"), case.backend._rows_to_write
     case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    address = case.backend.forward_metadata.kv_lens.data_ptr()
-    for order in ([0, 1, 2], [2, 0, 1]):
-        now = copy.copy(case)
-        now.keys, now.prefixes, slots, rows = (
-            [whole[i] for i in order] for whole in (case.keys, case.prefixes, case.slots, case.rows)
-        )
-        batch.seq_lens.copy_(torch.tensor(now.prefixes))
-        batch.req_pool_indices.copy_(torch.tensor(rows))
-        batch.out_cache_loc.copy_(torch.cat([own[n:] for own, n in zip(slots, now.prefixes, strict=True)]))
-        case.backend.init_forward_metadata_in_graph(batch)
-        counts = case.backend.forward_metadata.kv_lens
-        assert counts.tolist() == [n + i + 1 for n in now.prefixes for i in range(4)]
-        assert counts.data_ptr() == address
-        # The rows that the last replay stored.
-        case.pool.get_row_buffer(LAYER)[case.pool.slot_to_row(batch.out_cache_loc)] = 0xFF
-        keys = torch.cat([k[n:] for k, n in zip(now.keys, now.prefixes, strict=True)])
-        found = case.backend.forward(case.q.flatten(1), keys, keys[..., :RANK], case.layer, batch)
-        close(found, now.wanted(fresh_as_computed=False))
-    first = case.backend._rows_to_write.of(batch)
-    assert case.backend._rows_to_write.of(batch) is first
-    # In breakable prefill graphs, every layer sees a different view of the same slots.
+    first = rows_to_write.of(batch)
     batch.out_cache_loc = batch.out_cache_loc.view(-1)
-    assert case.backend._rows_to_write.of(batch) is first
+    assert rows_to_write.of(batch) is first
     batch.out_cache_loc = batch.out_cache_loc[:3]
-    assert case.backend._rows_to_write.of(batch) is not first
+    assert rows_to_write.of(batch) is not first
     case.backend.init_forward_metadata_in_graph(batch)
-    assert case.backend._rows_to_write._rows is None
+    assert rows_to_write._rows is None
 
 
 @pytest.mark.parametrize(
@@ -408,30 +387,6 @@ def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
     assert (few.queries_per_request, few.kv_lens.numel()) == (width, bucket * width)
 
 
-@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
-@pytest.mark.parametrize("split", [False, True])
-def test_tokens_padded_after_planning(mode, split, monkeypatch):
-    """Data-parallel attention passes more queries than planned: the padding gives zeros and reads nothing."""
-    lengths = ([30, 7], [29, 6]) if mode == "DECODE" else ([30, 7], [26, 3])
-    case = CudaCase("fp4", *lengths, monkeypatch)
-    wanted = case.run(mode, split=split)
-    batch = case.batch(mode)
-    case.backend.init_forward_metadata(batch)
-    tokens, padded = len(wanted), len(wanted) + 3
-    q = torch.full((padded, HEADS, RANK + ROPE), float("nan"))
-    q[:tokens] = case.q
-    keys = torch.cat([k[p:] for k, p in zip(case.keys, case.prefixes, strict=True)])
-    keys = torch.cat([keys, torch.zeros(3, 1, RANK + ROPE, dtype=keys.dtype)])
-    batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(3, dtype=torch.int64)])
-    extra, k = {}, keys
-    if split:
-        extra = {"q_rope": q[..., RANK:], "k_rope": keys[..., RANK:]}
-        q, k = q[..., :RANK], keys[..., :RANK]
-    found = case.backend.forward(q.flatten(1) if not split else q, k, k, case.layer, batch, **extra)
-    assert torch.equal(found[:tokens], wanted)
-    assert (found[tokens:] == 0).all()
-
-
 def test_an_idle_rank(monkeypatch):
     """A batch without requests, and one with the requests that data-parallel attention pads it with."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -445,16 +400,6 @@ def test_an_idle_rank(monkeypatch):
         )  # fmt: skip
         case.backend.init_forward_metadata(view)
         assert case.backend.forward_metadata.kv_lens.numel() == requests
-
-
-def test_when_the_request_table_may_change(monkeypatch):
-    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    ends = CudaCase("bf16", [4], [0], monkeypatch).backend.shared_read_ends
-    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
-        assert ends(mode) is SharedReadEnds.POST_REPLAY
-    assert ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
 
 
 def test_unsupported_batches_are_refused(monkeypatch):

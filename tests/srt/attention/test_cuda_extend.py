@@ -88,27 +88,17 @@ def test_prefix_chunks_and_the_new_tokens(layout, workspace_tokens):
     )
 
 
-def test_no_prefix_at_all():
-    batch = Batch("fp4", [0, 0], [5, 2])
-    close(
-        batch.attend(reader_of(batch, 4)),
-        batch.wanted(),
-    )
-
-
-def test_padding_requests_of_no_tokens():
-    """SGLang pads batches under data-parallel attention with requests of no tokens."""
-    batch = Batch("bf16", [9, 0, 0], [5, 0, 0])
-    close(
-        batch.attend(reader_of(batch, 4)),
-        batch.wanted(),
-    )
-
-
-def test_k_scale_and_no_rope():
-    batch = Batch("fp8", [11, 30], [3, 2], rank=256, rope=0)
-    reader = reader_of(batch, 16)
-    close(batch.attend(reader, k_scale=0.5), batch.wanted(0.5))
+@pytest.mark.parametrize(
+    ("layout", "prefixes", "queries", "workspace_tokens"),
+    [
+        ("fp4", [0, 0], [5, 2], 4),  # no prefix at all
+        ("bf16", [9, 0, 0], [5, 0, 0], 4),  # SGLang's padding under data-parallel attention
+        ("bf16", [0, 23, 2, 0], [4, 3, 1, 2], 34),  # one row more than FlashInfer's one call takes
+    ],
+)
+def test_other_batches(layout, prefixes, queries, workspace_tokens):
+    batch = Batch(layout, prefixes, queries)
+    close(batch.attend(reader_of(batch, workspace_tokens, wrapper=object())), batch.wanted())
 
 
 class Paged:
@@ -163,22 +153,6 @@ class Refusing(Paged):
         raise _BackendPlanUnsupportedError("causal tile bound")
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128, 12, 20, 24, 40])
-def test_flashinfer_refuses_heads_that_do_not_divide_its_tile(heads):
-    """FlashInfer's own check: a tile has 64 query-head rows, or 128 if requests average more than 64."""
-    from flashinfer.mla._batch_mla._backends._capabilities import _BackendPlanUnsupportedError
-    from flashinfer.mla._batch_mla._backends._fa_common import _validate_fa_causal_tile_bound
-
-    def refused(stored):
-        try:
-            _validate_fa_causal_tile_bound([64], [stored + 64], heads, "fa3", torch.bfloat16, "cuda")
-        except _BackendPlanUnsupportedError as refusal:
-            return "causal tile boundary is unsupported" in str(refusal)
-        return False
-
-    assert any(map(refused, range(64))) == (heads in (12, 20, 24, 40))
-
-
 def test_a_batch_that_flashinfer_refuses_is_attended_in_chunks(monkeypatch, caplog):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     batch = Batch("fp4", [0, 23, 2, 0], [4, 3, 1, 2])
@@ -209,12 +183,6 @@ def test_batches_beyond_32_bit_offsets_are_refused():
     reader.require(29127)
     with pytest.raises(ValueError, match=r"up to 29128 tokens of 128 heads.*--chunked-prefill-size to 29127"):
         reader.require(29128)
-
-
-def test_one_row_more_goes_by_prefix_chunks():
-    batch = Batch("bf16", [0, 23, 2, 0], [4, 3, 1, 2])
-    reader = reader_of(batch, 34, wrapper=object())
-    close(batch.attend(reader), batch.wanted())
 
 
 lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=9)

@@ -1,7 +1,6 @@
 """Drafts of hybrid models: one MLA layer, number 0, in a pool that is wrapped like the target's pool."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,19 +116,3 @@ def test_steps(layout, placed, factory, monkeypatch):
         assert found[LAYER].shape == (2, HEADS * RANK)
         case.assert_right(found, fresh_as_computed=False)
     case.assert_stored()
-
-
-def test_a_draft_uses_the_k_scale_of_its_own_layer(monkeypatch):
-    """The k_scale of the draft's own module, whatever the target's first MLA layer has."""
-    case = draft_case("fp8", [9], [8], monkeypatch)
-    assert case.pool.k_scale(LAYER) == 0.75
-    with pytest.raises(ValueError, match="layer_id=1 not in full attention layers"):
-        case.pool.k_scale(1)
-
-
-def test_a_drafts_first_load_is_waited_for(monkeypatch):
-    case = draft_case("fp4", [9, 40], [8, 39], monkeypatch)
-    waited = []
-    case.pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
-    case.run("DECODE")
-    assert waited == [LAYER]

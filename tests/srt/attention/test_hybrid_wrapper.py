@@ -10,6 +10,8 @@ from hybrid_case import LAYOUTS, MLA_LAYERS, PLACED, HybridCase, radix_attention
 from pools import memory
 from test_backend import HEADS, RANK
 
+from sgl_kvpool.srt.pool import RowPool
+
 pytestmark = pytest.mark.usefixtures("published")
 
 KINDS = ["kda", "lightning"]
@@ -26,9 +28,9 @@ def wrapped(layout, lengths, prefixes, monkeypatch, *, kind="kda", on_cuda=True,
     ("mode", "lengths", "prefixes"),
     [("DECODE", [1, 40, 7], [0, 39, 6]), ("EXTEND", [9, 40, 5], [0, 30, 4]), ("MIXED", [9, 40], [8, 30])],
 )
-@pytest.mark.parametrize(("layout", "kind"), crossed(LAYOUTS, KINDS))
-def test_steps(layout, mode, lengths, prefixes, on_cuda, kind, monkeypatch):
-    case = wrapped(layout, lengths, prefixes, monkeypatch, kind=kind, on_cuda=on_cuda, **PLACED[3])
+@pytest.mark.parametrize(("layout", "kind", "placed"), crossed(LAYOUTS, KINDS, PLACED))
+def test_steps(layout, mode, lengths, prefixes, on_cuda, kind, placed, monkeypatch):
+    case = wrapped(layout, lengths, prefixes, monkeypatch, kind=kind, on_cuda=on_cuda, **placed)
     names = {"kda": "KDAAttnBackend", "lightning": "LightningAttentionBackend"}
     assert type(case.linear).__name__ == names[kind]
     fresh = [mode != "DECODE"] * len(lengths)
@@ -36,6 +38,33 @@ def test_steps(layout, mode, lengths, prefixes, on_cuda, kind, monkeypatch):
         fresh[-1] = not on_cuda  # on CUDA, one new token at the end goes through decode
     case.assert_right(case.run(mode, split=True), fresh_as_computed=fresh)
     case.assert_stored()
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
+def test_models_without_rotary_values(layout, mode, on_cuda, monkeypatch):
+    """NoPE with `qk_rope_head_dim` 0, as Bailing's third version allows."""
+    prefixes = [8, 29] if mode == "DECODE" else [6, 21]
+    case = wrapped(layout, [9, 30], prefixes, monkeypatch, on_cuda=on_cuda, rope=0, **PLACED[1])
+    assert case.pool.row_format.rope is None
+    case.assert_right(case.run(mode, split=True), fresh_as_computed=mode == "EXTEND")
+    case.assert_stored()
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_row_numbers_are_worked_out_once_per_step(on_cuda, monkeypatch):
+    """And again in the next step: SGLang refills the same tensor of slots."""
+    case = wrapped("fp4", [30, 9], [29, 8], monkeypatch, on_cuda=on_cuda, **PLACED[4])
+    asked, original = [], RowPool.slot_to_row
+    monkeypatch.setattr(RowPool, "slot_to_row", lambda self, s: asked.append(1) or original(self, s))
+    batch = case.batch("DECODE")
+    for _ in range(2):
+        case.backend.init_forward_metadata(batch)
+        for layer in MLA_LAYERS:
+            case.layer_step(batch, layer)
+    # On a CPU, the kv indices are converted once per step too.
+    assert len(asked) == 2 * (1 if on_cuda else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import radix_attention
 from deepseek_layer import HEADS, LAYER, NOPE, RANK, ROPE, V_DIM, build_layer
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -17,17 +18,7 @@ POOL = SimpleNamespace(
 
 
 def attention(**changes):
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    fields = {
-        "num_heads": HEADS,
-        "head_dim": RANK + ROPE,
-        "scaling": 0.1,
-        "num_kv_heads": 1,
-        "layer_id": LAYER,
-        "v_head_dim": RANK,
-    }
-    return RadixAttention(**{**fields, **changes})
+    return radix_attention(HEADS, RANK, ROPE, **{"layer_id": LAYER, "scaling": 0.1, **changes})
 
 
 def multi_head(**changes):

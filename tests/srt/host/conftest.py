@@ -94,11 +94,9 @@ def direct(controller_of):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Replaces CUDA kernels of SGLang's host pools by CPU copies; a list of those called for index keys."""
+    """Replaces CUDA kernels of SGLang's host pools by CPU copies."""
     from sglang.srt.mem_cache.pool_host import common, mha
     from sglang.srt.mem_cache.pool_host import dsa as pool_host
-
-    called = []
 
     def item_copies(target, target_stride, source, source_stride, targets, sources, size):
         for there, here in zip(targets.tolist(), sources.tolist(), strict=True):
@@ -107,14 +105,12 @@ def kernels(monkeypatch):
     def transfer_kv_per_layer_mla_pf_lf(
         *, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
     ):
-        called.append("per_layer_mla_pf_lf")
         begin = src.data_ptr() + layer_id * item_size
         item_copies(dst.data_ptr(), item_size, begin, src_layout_dim, dst_indices, src_indices, item_size)
 
     def transfer_kv_all_layer_mla_lf_pf(
         *, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
     ):
-        called.append("all_layer_mla_lf_pf")
         assert num_layers == len(src_layers)
         for index, source in enumerate(src_layers.tolist()):
             begin = dst.data_ptr() + index * item_size
@@ -123,13 +119,11 @@ def kernels(monkeypatch):
     def transfer_kv_per_layer_direct_pf_lf(
         *, src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size
     ):
-        called.append("per_layer_direct_pf_lf")
         assert page_size == 1
         (source,), (target,) = src_ptrs, dst_ptrs
         target[dst_indices] = source[src_indices, layer_id].view(len(src_indices), -1)
 
     def transfer_kv_all_layer_direct_lf_pf(*, src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
-        called.append("all_layer_direct_lf_pf")
         assert page_size == 1
         (target,) = dst_ptrs
         for index, source in enumerate(src_ptrs):
@@ -164,7 +158,6 @@ def kernels(monkeypatch):
         monkeypatch.setattr(mha, kernel.__name__, kernel, raising=False)
     # SGLang's pool of index keys pins its memory whatever the device.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
-    return called
 
 
 @pytest.fixture

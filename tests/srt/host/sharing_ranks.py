@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from codec_oracle import ROW_BYTES, narrower
-from pools import device_pool
+from host_tier import page_memory
+from pools import device_pool, fill, memory
 from rank_processes import go_through
 from test_hybrid_stores import begin_fetch, fetch, files, stored
 from test_hybrid_tree import break_backups, prompt
@@ -411,6 +412,69 @@ def own_draft(pool_of):
     return case
 
 
+def self_checked(layout="fp4", arrangement="layer_major", host="same", page_size=PAGE_SIZE, fault=None):
+    """The check of the tier at start, on ranks of which `fault` breaks one."""
+
+    def case(ranks):
+        from sgl_kvpool.sglang_plugin.hooks.ranks import all_ranks
+        from sgl_kvpool.srt.self_check import Difference, check_tier
+
+        model = ranks.model(layout, arrangement, host, page_size)
+        if fault is not None:
+            fault(ranks, model)
+        # Ranks read the same bytes from the shared tier, so their pools hold the same rows, as in a server.
+        fill(model.pool)
+        if ranks.rank == 0:
+            page_memory(model.tier)[...] = 0xEE
+        dist.barrier()
+        before = everything(model)
+        try:
+            found = check_tier(model.controller, lambda good: all_ranks(model.controller, good))
+        except Difference as difference:
+            found = str(difference)
+        dist.barrier()
+        return {"found": found, "same": everything(model) == before, "digest": model.tier.shared.log.digest}
+
+    return case
+
+
+def everything(model):
+    """Bytes of the pool and of the host tier, and the number of free slots of both."""
+    free = model.tier.available_size(), model.controller.mem_pool_device_allocator.available_size()
+    return [part.tobytes() for part in (*memory(model.pool), page_memory(model.tier))], free
+
+
+def other_byte(broken):
+    """One rank changes a byte of each page that it stores; all ranks load from the one copy."""
+
+    def fault(ranks, model):
+        for channel in model.tier._channels.to_host if ranks.rank == broken else ():
+            run = channel.run
+
+            def changed(transfer, *rest, _run=run):
+                _run(transfer, *rest)
+                page_memory(model.tier)[np.asarray(transfer.host_pages), 3] ^= 1
+
+            ranks.patch.setattr(channel, "run", changed)
+
+    return fault
+
+
+def not_loaded(broken):
+    """One rank omits a layer of its load."""
+
+    def fault(ranks, model):
+        load = model.tier.load_to_device_per_layer
+
+        def without(pool, host, device, layer_id, *more, **named):
+            if layer_id or ranks.rank != broken:
+                load(pool, host, device, layer_id, *more, **named)
+
+        ranks.patch.setattr(model.tier, "load_to_device_per_layer", without)
+
+    return fault
+
+
 def with_rows(target):
     return device_pool(
         target.kv_cache_layout.value, page_size=PAGE_SIZE, size=target.size, layers=2, start_layer=0,
@@ -452,6 +516,11 @@ CASES = {
     "own-draft-rows": own_draft(with_rows),
     "own-draft-heads": own_draft(with_heads),
     **{f"no-memory-{rank}": no_memory(rank) for rank in (0, 2)},
+    "checked": self_checked(),
+    "checked-narrower": self_checked("bf16", "page_major", "fp4"),
+    "checked-pages-of-1": self_checked("fp8", "token_major", page_size=1),
+    **{f"checked-stored-{rank}": self_checked(fault=other_byte(rank)) for rank in (0, 2)},
+    **{f"checked-loaded-{rank}": self_checked(fault=not_loaded(rank)) for rank in (0, 2)},
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, 
 from pools import (
     ARRANGEMENTS,
     DSA_CASES,
+    DSA_PAGE,
     GUARD,
     LAYERS,
     PAGES,
@@ -15,6 +16,7 @@ from pools import (
     assert_holds,
     device_pool,
     dsa_pool,
+    dsa_row_bytes,
     fill,
     layer_ids,
     memory,
@@ -316,3 +318,48 @@ def test_format_tags_tell_pages_apart():
     from sglang.srt.managers.cache_controller import storage_model_name
 
     assert storage_model_name("model", plain) == f"model-{tags['plain']}"
+
+
+# ------------------------------------------------------------------ sparse attention
+
+
+@pytest.mark.parametrize(
+    ("layout", "host", "message"),
+    [
+        # Without rope, scaled rows are longer than raw rows.
+        (
+            "fp8",
+            "fp8_block_scale",
+            "have 264 bytes, .* fp8 on the device 256: .*hold fewer .*: same, .*fp4, .*$",
+        ),
+        (
+            "bf16",
+            "fp8_block_scale",
+            "have 264 bytes, .* device 512: .*multiple of 16 bytes.*: same, .*fp4, .*$",
+        ),
+        ("fp8_block_scale", "fp4", "have 144 bytes, .* device 264: .*multiple of 16 bytes; use same$"),
+    ],
+)
+def test_host_tiers_that_are_refused(layout, host, message):
+    """The argument check refuses them too, with the same function."""
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    pool = dsa_pool(layout, 256, 0, host_tier=HostTierOptions(layout=host))
+    with pytest.raises(ValueError, match=f"--kv-host-layout {host} does not work: its rows {message}"):
+        host_pool(pool)
+
+
+def test_stored_pages_are_named_after_their_bytes():
+    """Dense pools pad only rows of 264 bytes, to 272; equal rows have equal names."""
+
+    def tag(pool):
+        return host_pool(pool).storage_format_tag
+
+    tags = {case: tag(dsa_pool(*case)) for case in DSA_CASES}
+    for (layout, rank, rope), found in tags.items():
+        name = f"{layout}-r{rank}-p{rope}-b{dsa_row_bytes(layout, rank, rope)}-v1-host_{layout}-l2.3.0-t64-s2"
+        assert found == name
+        dense = device_pool(
+            layout, page_size=DSA_PAGE, start_layer=2, kv_lora_rank=rank, qk_rope_head_dim=rope
+        )
+        assert (tag(dense) == found) == ((layout, rank) != ("fp8_block_scale", 256))

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from test_controller import broken, torch_too
 from test_hybrid_tree import TREES, break_backups, prompt
 
 
@@ -32,25 +31,6 @@ def test_a_lost_backup_is_a_miss_of_both(model_of, failures, monkeypatch, which,
     model.check(longer, 9)
     model.evict()
     model.check(longer, 0)
-
-
-@pytest.mark.parametrize("which", ["rows", "states"])
-def test_a_lost_backup_is_a_miss_of_index_keys_too(model_of, failures, monkeypatch, which):
-    model = model_of("hybrid DSA, packed draft", page_size=64)
-    short, longer = prompt(64), prompt(192)
-    model.put(short)
-    with monkeypatch.context() as patched:
-        break_backups(model.tiers[which == "states"], patched)
-        model.put(longer)
-    assert failures()["backup_lost"] == 1
-    model.evict()
-    before = [layer.copy() for layer in (*model.row_layers, *model.index_layers)]
-    model.check(longer, 0)
-    assert all(map(np.array_equal, before, (*model.row_layers, *model.index_layers)))
-    model.check(short, 64)
-    model.check(longer, 64)
-    model.put(longer)
-    model.check(longer, 192)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -120,31 +100,6 @@ def test_a_full_host_pool_of_states_backs_up_neither(model_of):
     model.put(prompt(4))
     model.evict()
     model.check(prompt(4), 4)
-
-
-def test_torch_carries_out_what_an_engine_could_not(model_of, failures, caplog):
-    model = model_of("hybrid", "fp8")
-    states = model.tiers[1]
-    broken(states._channels.to_host)
-    broken(states._channels.to_device)
-    model.put(prompt(5))
-    model.evict()
-    model.check(prompt(5), 5)
-    parts = len(states._view.group.layers)
-    assert failures() == {"backup": 1, "load": parts}
-    assert "broken on purpose" in caplog.text
-
-
-def test_states_whose_load_fails_twice_stop_the_server(model_of, monkeypatch, caplog):
-    model = model_of("hybrid")
-    model.put(prompt(4))
-    model.evict()
-    channels = model.tiers[1]._channels.to_device
-    broken(channels)
-    torch_too(channels, monkeypatch)
-    with pytest.raises((OSError, AttributeError)):
-        model.check(prompt(4))
-    assert "transfer of 2 pages to_device failed" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])

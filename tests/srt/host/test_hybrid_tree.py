@@ -5,10 +5,8 @@ absent.
 """
 
 import pytest
-from cases import crossed
-from codec_oracle import LAYOUTS
-from host_tier import LABELS, stride_bytes
-from pools import ARRANGEMENTS, STATES, device_pool, state_pool
+from host_tier import stride_bytes
+from pools import device_pool, state_pool
 from test_controller import Broken, torch_too
 from tree_model import Request
 
@@ -28,34 +26,6 @@ def break_backups(tier, patched):
 
 
 # -------------------------------------------------------------------- there and back
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("layout", "arrangement"), crossed(LAYOUTS, ARRANGEMENTS))
-def test_prefixes_come_back_with_their_states(model_of, layout, arrangement, tree):
-    model = model_of("hybrid", layout, arrangement=arrangement, tree=tree)
-    short, longer, other = prompt(4), prompt(9), prompt(4, 100)
-    for tokens in (short, longer, other):
-        model.put(tokens)
-    assert [model.check(t) for t in (short, longer, other)] == [4, 9, 4]
-    model.evict()
-    for tokens in (longer, other, short):
-        model.check(tokens, len(tokens))
-    model.evict()
-    model.check(prompt(4) + prompt(3, 500), 4)  # a prompt that diverges behind a prefix
-
-
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("states", STATES)
-def test_states_of_all_kinds_in_pages(model_of, states, label):
-    model = model_of("hybrid", "fp8_block_scale", states=states, page_size=64, label=label)
-    short, longer = prompt(128), prompt(256)
-    model.put(short)
-    model.put(longer)
-    model.evict()
-    model.check(longer + prompt(5, 900), 256)
-    model.evict()
-    model.check(prompt(192), 128)
 
 
 def test_states_alone_are_loaded_where_the_rows_never_left(model_of):

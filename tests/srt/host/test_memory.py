@@ -141,15 +141,6 @@ def test_a_chunk_that_fails_undoes_the_others(fail_at, failures, caplog):
     assert f"{done} of {memory.nbytes} done: error 2, out of memory" in caplog.text
 
 
-def test_no_chunk_is_short_enough(failures, caplog):
-    memory, page_bytes = buffer()
-    cudart = Cudart(longest=page_bytes - 1)
-    assert pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes) is None
-    assert cudart.registered == {}
-    assert cudart.calls == 3  # chunks of ten, two and one page; a 64th of ten pages gives one page too
-    assert failures() == {"registration": 1}
-
-
 def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):
     """SGLang's `destroy` then unregisters nothing; it unregisters what was pinned."""
     from sglang.srt.mem_cache.pool_host import base

@@ -70,13 +70,3 @@ def test_pipeline_stages_cannot_agree_and_end(seen):
     assert "a host page of the list was lost in its backup" in error
     assert "pipeline stages cannot agree on a miss" in error
     assert second["failures"] == {"backup": 1, "backup_lost": 1, "load_pages": 1}
-
-
-@pytest.mark.parametrize("groups", ["tensor", "context", "data", "pipeline"])
-def test_ranks_draw_one_name_for_other_weights(seen, groups):
-    """Ranks of every kind: the first one's random part reaches all processes of a server."""
-    one, other = seen[f"names-{groups}"]
-    assert one["lengths"] == other["lengths"]
-    before, after = one["lengths"]
-    assert before == ""
-    assert len(after) == 16

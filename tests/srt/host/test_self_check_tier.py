@@ -3,7 +3,7 @@
 import pytest
 from cases import crossed
 from codec_oracle import LAYOUTS, narrower
-from host_tier import LABELS, host_bytes, page_memory, tier_of
+from host_tier import LABELS, page_memory, tier_of
 from pools import ARRANGEMENTS, START, device_pool, fill, memory
 
 
@@ -105,20 +105,6 @@ def test_a_backup_that_changes_a_byte(controller_of, layout, monkeypatch):
     assert difference(controller).startswith(
         f"rows of {layout} in the host tier: byte 5 of layer 0 of 3, token 0"
     )
-
-
-def test_a_backup_of_layers_in_another_order(controller_of, monkeypatch):
-    controller = controller_of(device_pool("fp4", pages=9))
-    tier = tier_of(controller)
-    backup = tier.backup_from_device_all_layer
-
-    def backed_up(*args):
-        backup(*args)
-        rows = host_bytes(tier)
-        rows[...] = rows[:, ::-1].copy()
-
-    monkeypatch.setattr(tier, "backup_from_device_all_layer", backed_up)
-    assert "rows of fp4 in the host tier: byte " in difference(controller)
 
 
 def test_a_load_that_leaves_out_a_layer(controller_of, monkeypatch):

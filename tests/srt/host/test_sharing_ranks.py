@@ -225,6 +225,35 @@ def test_what_the_first_rank_cannot_read_ends_the_prefix_on_all(seen):
     assert failures == [{"page_read": 1}, {}, {}]
 
 
+# -------------------------------------------------------------------- the self-check
+
+
+@pytest.mark.parametrize("case", ["checked", "checked-narrower", "checked-pages-of-1"])
+def test_all_ranks_pass_the_check_and_leave_the_tier_as_it_was(seen, case):
+    """The check uses one page more than there are ranks, so that each rank stores a page."""
+    assert [rank["found"] for rank in seen[case]] == [f"{RANKS + 1} pages to the host tier and back"] * RANKS
+    assert all(rank["same"] for rank in seen[case])
+    assert all(rank["failures"] == {} for rank in seen[case])
+    assert len({rank["digest"] for rank in seen[case]}) == 1  # all allocators did the same operations
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_page_that_one_rank_stored_wrongly_is_seen_by_all(seen, broken):
+    text = "rows of fp4 in the host tier: byte 3 of layer 0 of 3, token 0 of host page "
+    for rank in seen[f"checked-stored-{broken}"]:
+        assert rank["found"].startswith(text)
+        assert rank["same"]
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_load_that_fails_on_one_rank_ends_the_check_on_all(seen, broken):
+    own = "rows of fp4 loaded from the host tier: byte 0 of layer 0, token 0"
+    other = "the host tier: another rank found a difference, see its log"
+    for number, rank in enumerate(seen[f"checked-loaded-{broken}"]):
+        assert rank["found"].startswith(own if number == broken else other)
+        assert rank["same"]
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, rank):
     """No rank allocates, so no rank waits for the others."""

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from host_tier import LABELS, stride_bytes
-from pools import GUARD, STATES, assert_holds, fill, guard, hybrid_pool, state_pool, state_tensors
+from host_tier import LABELS
+from pools import GUARD, STATES, fill, guard, state_pool, state_tensors
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
 
@@ -88,35 +88,6 @@ def test_layer_by_layer():
             assert (part[layer + 1 :] == GUARD).all()
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4"])
-def test_rows_and_states_keep_out_of_each_other(layout):
-    from host_tier import host_bytes as row_bytes
-    from host_tier import host_pool, slots
-
-    pool = hybrid_pool(layout)
-    was = fill(pool)
-    row_tier, tier = host_pool(pool.row_pool), state_tier(pool.mamba_pool)
-    row_tier.backup_from_device_all_layer(None, slots([1, 3], 4), slots([2, 3], 4), "kernel")
-    assert (host_bytes(tier) == GUARD).all()
-    move(tier, "backup", [2], [3])
-    kept = row_bytes(row_tier).copy()
-    guard(pool.mamba_pool)
-    move(tier, "load", [2], [5])
-    for (what, _), part in was.items():
-        if what == "states":
-            taken = part[:, 3].copy()
-            part[...] = GUARD
-            part[:, 5] = taken
-    assert_holds(pool, was)
-    assert np.array_equal(row_bytes(row_tier), kept)
-    for layer in range(3):
-        row_tier.load_to_device_per_layer(None, slots([3], 4), slots([1], 4), layer, "kernel")
-    for (what, _), part in was.items():
-        if what == "rows":
-            part[1] = part[3]
-    assert_holds(pool, was)
-
-
 def test_convolutions_of_cpus_with_amx():
     """SGLang permutes their axes on such CPUs; the bytes of memory are stored under a different tag."""
     plain, pool = state_pool(), state_pool()
@@ -177,28 +148,6 @@ def test_a_slot_has_one_owner(caplog):
     assert tier.alloc(1) is None
     tier.clear()
     assert tier.available_size() == tier.size
-
-
-def test_a_lost_slot_is_lost_until_it_is_written(failures, monkeypatch):
-    from test_controller import broken, torch_too
-
-    pool = state_pool()
-    tier = state_tier(pool)
-    slots = tier.alloc(2)
-    with monkeypatch.context() as patched:
-        channels = tier._channels.to_host
-        patched.setattr(channels[0], "engine", channels[0].engine)
-        broken(channels)
-        torch_too(channels, patched)
-        tier.backup_from_device_all_layer(None, slots, torch.tensor([1, 2]), "kernel")
-    assert failures() == {"backup": 1, "backup_lost": 1}
-    assert "lost in its backup" in tier.host_indices_problem(slots)
-    with pytest.raises(ValueError, match="lost in its backup"):
-        tier.get_data_page(int(slots[0]))
-    with pytest.raises(RuntimeError, match="lost in its backup"):
-        move(tier, "load", slots.tolist(), [1, 2])
-    move(tier, "backup", slots.tolist(), [1, 2])
-    assert tier.host_indices_problem(slots) is None
 
 
 def test_what_is_not_carried_is_refused(monkeypatch):
@@ -266,28 +215,6 @@ def test_stores_get_the_order_of_sglang(kind):
         tier.get_page_buffer_meta(torch.tensor([tier.size]))
 
 
-def test_pages_that_are_not_what_was_stored():
-    from sgl_kvpool.srt.host.page_format import DamagedPage
-
-    pool = state_pool()
-    fill(pool)
-    tier, other = state_tier(pool), state_tier(state_pool("odd"))
-    move(tier, "backup", [2], [4])
-    with tier.stored_under({2: "a"}):
-        page = tier.get_data_page(2)
-    flipped = page.clone()
-    flipped[100] ^= 1
-    for bad, keys in ((flipped, {3: "a"}), (page, {3: "b"}), (page[:-1], {3: "a"})):
-        with tier.stored_under(keys), pytest.raises(DamagedPage):
-            tier.set_from_flat_data_page(3, bad)
-    assert (host_bytes(tier)[3] == GUARD).all()
-    with tier.stored_under({3: "a"}):
-        tier.set_from_flat_data_page(3, page)
-    small = other.get_dummy_flat_data_page()
-    with other.stored_under({3: "a"}), pytest.raises(DamagedPage):
-        other.set_from_flat_data_page(3, page[: len(small)])
-
-
 def test_checksums_of_slots_are_written_and_verified_in_place():
     """For stores without copies: every byte and the key are covered; other slots are not touched."""
     pool = state_pool("odd")
@@ -333,27 +260,6 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
         state_tier(pool, ratio=1e9)
     with pytest.raises(tier_memory.HostTierTooLarge, match=r"needs .* GB for \d+ states .*--hicache-size"):
         state_tier(pool, size=1e6)
-
-
-@pytest.mark.parametrize("host", ["same", "fp4"])
-def test_a_size_is_split_by_the_bytes_of_the_host(host):
-    """Not by those of the device, whose bf16 rows are 2.77 times as long."""
-    from sgl_kvpool.srt.host.tier_bytes import TierBytes
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    states = state_pool(slots=6)
-    pool = hybrid_pool(
-        "bf16", mamba_pool=states, layers=[1, 4], page_size=1, size=30, host_tier=HostTierOptions(layout=host)
-    )
-    tier_bytes = TierBytes.of(pool.row_pool, states)
-    row, slot = {"same": 1152, "fp4": 416}[host], stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
-    token = stride_bytes(2, 1, row)
-    assert (tier_bytes.rows, tier_bytes.states) == (30 * token, 6 * slot)
-    rows, kept = tier_bytes.split(8.0)
-    assert rows + kept == pytest.approx(8.0)
-    assert rows / token / 30 == pytest.approx(kept / slot / 6)
-    planned = 2 * 30 * 1152 / row * token, 2 * 6 * slot
-    assert tier_bytes.planned_gb(2.0, 0) == pytest.approx(tuple(n * 1e-9 for n in planned))
 
 
 # -------------------------------------------------------------------- GPU engines, over emulated streams

@@ -3,17 +3,15 @@
 Requests of real servers are in tests/engine/test_weight_updates.py.
 """
 
-import os
 import shutil
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from direct_stores import KEYS
 from host_tier import slots, tier_of
-from pools import GUARD, LAYERS, START, device_pool
+from pools import LAYERS, START, device_pool
 from test_hybrid_stores import fetch, prompt, stored
 from test_hybrid_stores import files as files_of
 from test_stores import PAGE_SIZE, filled, get, put
@@ -69,77 +67,91 @@ def test_a_name_takes_the_end_of_a_key_and_is_added_once():
     assert int(named, 16)
 
 
-def test_replicas_of_one_version_have_one_name_and_others_do_not():
-    updated, restarted = started(), started("v2", random="other")
-    update(updated, "v2")
-    assert updated.digits == restarted.digits != ""
-    assert len({started(v).digits for v in ("default", "v1", "v2", "v3")}) == 4
-    for again in (None, "v2"):  # no version, or the one that it had: what changed has no name
-        update(updated, again, before="v2")
-        assert updated.digits != restarted.digits
-    update(updated, "v1", before="v2")
-    assert updated.digits == started("v1").digits
-    for unnamed in ("default", ""):  # of two servers
-        others = started(), started(random="other")
-        for server in others:
-            update(server, unnamed, before="v1")
-        assert len({server.digits for server in others} - {""}) == 2
-    assert started("").digits == ""
+def after(steps, **drawn):
+    """A server after steps: methods of `ServedWeights` with versions, `load` and `fail` in sessions."""
+    server = started(**drawn)
+    for step in filter(None, steps.split(", ")):
+        what, *versions = step.replace("none", "").split(" ")
+        if what == "session":
+            server.begin("default", session=True)
+        elif what in ("load", "fail"):
+            server.begin_load()
+            if what == "load":
+                server.loaded(*versions or [None])
+            server.end_load()
+        elif what == "flush":
+            server.flushed(str)
+        else:
+            getattr(server, what)(*versions or {"begin": ["default"], "loaded": [None]}.get(what, []))
+    return server
+
+
+NOTHING, NOT_YET, DRAWN, OWN = "", "not yet", "by all replicas' random part", "by this replica's"
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        ("", NOTHING),
+        ("begin, loaded v2", NOT_YET),
+        ("begin, loaded v2, flush", "v2"),
+        ("begin v1, loaded v2, flush, begin v2, loaded v1, flush", "v1"),
+        # No version, that of before, or none of SGLang's: what changed has no name.
+        ("begin, loaded, flush", DRAWN),
+        ("begin v2, loaded v2, flush", DRAWN),
+        ("begin v1, loaded default, flush", DRAWN),
+        ("begin v1, loaded none, flush", DRAWN),
+        ("begin, loaded v2, begin v2, loaded, flush", DRAWN),
+        # The weights of a replica that failed to load are its own.
+        ("begin, flush", OWN),
+        ("begin, flush, begin, loaded, flush", DRAWN),
+        ("session, fail, load, end, flush", OWN),
+        ("session, load v2, fail v2, load v2, end, flush", OWN),
+        # A session is named at its end, by a flush after its last load.
+        ("session, load v2, flush", NOT_YET),
+        ("session, load v2, flush, load v2, flush, end, flush", "v2"),
+        ("session, load, flush, load, end", NOT_YET),
+        ("session, load, flush, load, end, flush", DRAWN),
+        # SGLang accepts /update_weights_from_disk and the check that overwrites weights within a session.
+        ("session, fail v2, begin, loaded v2, flush", NOT_YET),
+        ("session, fail v2, begin, loaded v2, end, flush", OWN),
+        # A version alone names weights that came without a load.
+        ("session, end, renamed v2 default", NOT_YET),
+        ("session, end, renamed v2 default, flush", "v2"),
+        ("session, end, renamed v2 default, flush, renamed v2 v2", "v2"),
+    ],
+)
+def test_what_names_the_weights(steps, name):
+    """Replicas have the drawn part in common, so they find each other's pages where it names the weights."""
+    server, of_others, elsewhere = after(steps), after(steps, random="other"), after(steps, own="other")
+    if server.unsettled:
+        assert name == NOT_YET
+        return
+    changes = (server.digits != of_others.digits, server.digits != elsewhere.digits)
+    assert changes == (name == DRAWN, name == OWN)
+    if name not in (DRAWN, OWN):
+        assert server.digits == started(name or "default").digits
+    assert (server.digits == "") == (name == NOTHING)
+
+
+def test_names_of_different_weights_differ():
+    versions = [started(version) for version in ("", "v1", "v2", "v3")]
+    unnamed = [after("begin, loaded, flush" + ", begin, loaded, flush" * count) for count in range(3)]
+    assert len({server.digits for server in (*versions, *unnamed)}) == 7
+    # With DP attention every rank has its own requests, and refuses flushes alone.
+    refused, flushed = (after(f"begin, loaded v2{more}, begin v2, loaded, flush") for more in ("", ", flush"))
+    assert refused.digits == flushed.digits
+
+
+def test_whether_a_session_was_flushed_after_its_last_load():
+    """Its end repeats the flush then."""
+    assert after("session, load, flush, load, flush").end()
+    assert not after("session, load, flush, load").end()
 
 
 @pytest.mark.parametrize("version", ["\udcff", "a\nb\0", "x" * 10_240, " "])
 def test_any_other_text_is_a_version(version):
     assert started(version).digits not in ("", started("v1").digits)
-
-
-def test_updates_without_a_version_are_told_apart_and_ranks_agree():
-    ranks = started(random="drawn"), started(random="drawn"), started(random="of another server")
-    names = []
-    for _ in range(3):
-        for rank in ranks:
-            update(rank)
-        names.append([rank.digits for rank in ranks])
-    assert all(one == same != other for one, same, other in names)
-    assert len({name for row in names for name in row}) == 6
-
-
-def test_ranks_agree_after_a_flush_that_one_refused():
-    """With DP attention every rank has its own requests, and refuses flushes alone."""
-    one, other = started(), started()
-    update(one, "v2")
-    update(other, "v2", flush=False)
-    assert other.unsettled
-    assert other.digits == ""
-    for rank in (one, other):
-        update(rank, None, before="v2")
-    assert one.digits == other.digits != started("v2").digits
-
-
-def test_replicas_of_which_one_failed_to_load_have_several_names():
-    """The weights of the one that failed are its own, so the other must not find its pages."""
-    replicas = started(own="one"), started(own="other"), started(own="third")
-    update(replicas[0])
-    for failed in replicas[1:]:
-        failed.begin("default")
-        assert failed.flushed(str)
-    assert len({replica.digits for replica in replicas}) == 3
-    for replica in replicas:
-        update(replica)
-    assert len({replica.digits for replica in replicas}) == 1
-    replicas[0].begin("default", session=True)
-    bucket(replicas[0], loaded=False)
-    bucket(replicas[0])
-    replicas[0].end()
-    assert replicas[0].flushed(str)
-    update(replicas[1])
-    assert replicas[0].digits != replicas[1].digits
-
-
-def test_a_version_names_what_came_last():
-    server = started()
-    update(server, "v2", flush=False)
-    update(server, None, before="v2")
-    assert server.digits != started("v2").digits
 
 
 def test_k_scales_are_part_of_a_name():
@@ -148,76 +160,6 @@ def test_k_scales_are_part_of_a_name():
     server.loaded("v2")
     assert server.flushed(lambda: "1234abcd")
     assert server.digits not in ("", started("v2").digits)
-
-
-def bucket(server, version=None, loaded=True):
-    server.begin_load()
-    if loaded:
-        server.loaded(version)
-    server.end_load()
-
-
-@pytest.mark.parametrize("flushes", [(False, True), (True, True)])
-def test_a_session_is_named_at_its_end(flushes):
-    server = started()
-    server.begin("default", session=True)
-    for flush in flushes:
-        bucket(server, "v2")
-        if flush:
-            assert not server.flushed(str)
-        assert server.unsettled
-    assert server.end()  # the last flush is repeated
-    assert server.flushed(str)
-    assert server.digits == started("v2").digits
-    assert not server.unsettled
-
-
-def test_a_session_without_a_flush_after_its_last_load_waits_for_one():
-    server = started()
-    server.begin("default", session=True)
-    bucket(server)
-    assert not server.flushed(str)
-    bucket(server)
-    assert not server.end()
-    assert server.unsettled
-    assert server.flushed(str)
-
-
-def test_a_session_with_a_failed_load_has_no_version():
-    server = started()
-    server.begin("default", session=True)
-    bucket(server, "v2")
-    bucket(server, "v2", loaded=False)
-    bucket(server, "v2")
-    assert not server.end()
-    assert server.flushed(str)
-    assert server.digits not in ("", started("v2").digits)
-
-
-def test_an_update_of_one_call_does_not_end_the_session_in_which_it_comes():
-    """SGLang accepts /update_weights_from_disk and the check that overwrites weights within a session."""
-    server = started()
-    server.begin("default", session=True)
-    bucket(server, "v2", loaded=False)
-    server.begin("default")
-    server.loaded("v2")
-    assert not server.flushed(str)
-    assert server.unsettled
-    assert server.end()
-    assert server.flushed(str)
-    assert server.digits not in ("", started("v2").digits)
-
-
-def test_a_version_alone_names_weights_that_came_without_a_load():
-    server = started()
-    server.begin("default", session=True)
-    assert not server.end()
-    server.renamed("v2", "default")
-    assert server.unsettled
-    assert server.flushed(str)
-    assert server.digits == started("v2").digits
-    server.renamed("v2", "v2")
-    assert not server.unsettled
 
 
 @pytest.mark.parametrize(
@@ -231,41 +173,6 @@ def test_sglangs_check_of_weights_may_overwrite_them(serve, action, changes):
 
 
 # ------------------------------------------------------------------ a store
-
-
-def test_a_store_gets_and_has_nothing_until_the_flush(serve, controller_of, store, failures, counting):
-    def lost():
-        return counting("sgl_kvpool_uncached_pages_total", reason="weights") - before
-
-    before = 0
-    before, server = lost(), serve()
-    first = controller_of(device_pool("fp4", pages=9), store=store)
-    wanted = filled(first)
-    first.write_storage(slots([2], PAGE_SIZE), list(range(4)), hash_value=KEYS[:1])
-    assert first.ack_backup_queue.get(timeout=20).completed_tokens == PAGE_SIZE
-    assert first.storage_backend.batch_exists(KEYS) == 1
-
-    server.begin("default")
-    first.write_storage(slots([3, 7], PAGE_SIZE), list(range(8)), hash_value=KEYS[1:3])
-    assert first.ack_backup_queue.get(timeout=20).completed_tokens == 0
-    assert len(os.listdir(store)) == 1
-    assert first.storage_backend.batch_exists(KEYS) == 0
-    hits, found = get(first, pages=(0,), keys=KEYS[:1])
-    assert hits == 0
-    assert (found == GUARD).all()
-    assert lost() == 2
-
-    assert server.flushed(str)
-    assert first.storage_backend.batch_exists(KEYS) == 0
-    wanted = filled(first, seed=4)
-    assert put(first)
-    names = sorted(os.listdir(store))
-    assert len(names) == 5
-    assert [name.partition("_")[0] for name in names] == sorted([KEYS[0], *server.keys(KEYS)])
-    hits, found = get(first)
-    assert hits == 4
-    assert np.array_equal(found[[0, 5, 2, 6]], wanted[[3, 1, 4, 0]])
-    assert (lost(), failures()) == (2, {})
 
 
 def test_what_a_decode_server_still_stores_in_a_flush_keeps_the_old_name(
@@ -324,19 +231,6 @@ def test_a_page_under_the_name_of_other_weights_is_damaged(serve, controller_of,
     serve()  # a restart without a version: the old page is whole
     again = controller_of(device_pool("fp4", pages=9), label, store)
     assert get(again, pages=(0,), keys=KEYS[:1])[0] == 1
-
-
-def test_a_server_that_starts_with_the_version_finds_the_pages(serve, controller_of, store):
-    server = serve()
-    first = controller_of(device_pool("fp8", pages=9), store=store)
-    update(server, "v2")
-    filled(first)
-    assert put(first)
-    for version, found in (("v2", 4), ("default", 0), ("v3", 0)):
-        serve(version)
-        other = controller_of(device_pool("fp8", pages=9), store=store)
-        assert other.storage_backend.batch_exists(KEYS) == found
-        assert get(other)[0] == found
 
 
 def test_pages_of_sglangs_own_host_pool_are_named_too(serve, controller_of, store, monkeypatch):

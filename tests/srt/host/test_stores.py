@@ -5,7 +5,6 @@ import re
 import resource
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from codec_oracle import LAYOUTS, ROW_BYTES
 from direct_stores import KEYS, Operation
 from host_tier import LABELS, host_bytes, slots, stride_bytes, tier_of
-from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool, fill
+from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool
 
 PAGE_SIZE = 4
 
@@ -57,18 +56,6 @@ def test_a_restarted_server_finds_its_pages(controller_of, store, layout, label)
         expected[[0, 5, 2, 6]] = wanted[[3, 1, 4, 0]]
         assert hits == 4
         assert np.array_equal(found, expected)
-
-
-def test_bytes_after_a_page_are_not_read(controller_of, store):
-    """SGLang reads as many bytes as a page has, so a file that has grown is a page with the right bytes."""
-    wanted = filled(first := controller_of(device_pool("fp4", pages=9), store=store))
-    assert put(first)
-    for path in files(store).values():
-        with path.open("ab") as file:
-            file.write(b"more")
-    hits, found = get(controller_of(device_pool("fp4", pages=9), store=store))
-    assert hits == 4
-    assert np.array_equal(found[[0, 5, 2, 6]], wanted[[3, 1, 4, 0]])
 
 
 def test_each_format_has_a_limit_of_its_own_and_old_pages_are_removed_by_time(
@@ -137,30 +124,6 @@ def test_another_layout_misses(controller_of, store, layout):
         assert controller.storage_backend.batch_exists(KEYS) == (4 if other == layout else 0)
 
 
-def test_the_threads_of_sglang_store_and_fetch(controller_of, store):
-    """Through SGLang's own queues and threads, as in a server."""
-    first = controller_of(device_pool("fp4", pages=9), store=store)
-    wanted = filled(first)
-    first.write_storage(slots([2, 7], PAGE_SIZE), list(range(8)), hash_value=KEYS[:2])
-    assert first.ack_backup_queue.get(timeout=20).completed_tokens == 8
-
-    again = controller_of(device_pool("fp4", pages=9), store=store)
-    operation = again.prefetch(_handle(), list(range(100, 108)))
-    # SGLang's hashes of the tokens are not KEYS, so its own thread finds nothing.
-    assert again.prefetch_hit_queue.get(timeout=20).storage_hit_count == 0
-    operation.hash_value, operation.host_indices = KEYS[:2], slots([1, 3], PAGE_SIZE)
-    host_bytes(tier_of(again))[...] = GUARD
-    again.prefetch_buffer.put(operation)
-    assert again.ack_prefetch_queue.get(timeout=20).completed_tokens == 8
-    assert np.array_equal(host_bytes(tier_of(again))[[1, 3]], wanted[[2, 7]])
-
-
-def _handle():
-    from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller
-
-    return hybrid_cache_controller.CacheRequestHandle("r", 0)
-
-
 # ------------------------------------------------------------------ bad files
 
 
@@ -171,10 +134,6 @@ def truncate(path, others):
 def lengthen(path, others):
     raw = path.read_bytes()
     path.write_bytes(raw[:100] + bytes(20) + raw[100:])
-
-
-def empty(path, others):
-    path.write_bytes(b"")
 
 
 def flip_a_bit(path, others):
@@ -202,10 +161,6 @@ def flip_a_bit_behind_the_page(path, others):
     path.write_bytes(raw)
 
 
-def foreign_of_equal_length(path, others):
-    path.write_bytes(os.urandom(path.stat().st_size))
-
-
 def page_of_another_key(path, others):
     path.write_bytes(others[0].read_bytes())
 
@@ -226,11 +181,9 @@ def gone(path, others):
 DAMAGE = {
     truncate: "page_read",
     lengthen: "page_checksum",
-    empty: "page_read",
     flip_a_bit: "page_checksum",
     flip_a_bit_of_the_checksum: "page_checksum",
     flip_a_bit_behind_the_page: "page_checksum",
-    foreign_of_equal_length: "page_checksum",
     page_of_another_key: "page_checksum",
     zeros: "page_checksum",
     a_folder: "page_read",
@@ -280,20 +233,6 @@ def test_a_store_that_fails_once(controller_of, store, failures, caplog):
     assert "flaky on purpose" in caplog.text
 
 
-def test_a_page_of_another_format_under_our_name(controller_of, store, failures):
-    """fp8 and bf16 pages have different sizes; here an fp8 page is padded to the size of a bf16 page."""
-    first = controller_of(device_pool("fp8", pages=9), store=store)
-    filled(first)
-    assert put(first, [1])
-    stored = files(store)["0"]
-    ours = controller_of(device_pool("bf16", pages=9), store=store)
-    name = stored.name.replace(tier_of(first).storage_format_tag, tier_of(ours).storage_format_tag)
-    expected_bytes = tier_of(ours).page_format.copied_bytes
-    stored.with_name(name).write_bytes(stored.read_bytes().ljust(expected_bytes, b"\0"))
-    assert get(ours, [3], KEYS[:1])[0] == 0
-    assert failures() == {"page_checksum": 1}
-
-
 # ------------------------------------------------------------------ stores that cannot be written
 
 
@@ -315,27 +254,6 @@ def test_a_full_disk(controller_of, store, failures):
     assert get(controller)[0] == 4
 
 
-def test_a_folder_that_may_not_be_written(controller_of, failures, caplog):
-    """Run as a user other than root, because root may write everywhere."""
-    with tempfile.TemporaryDirectory() as store:  # tmp_path is inside folders that only their owner may enter
-        controller = controller_of(device_pool("fp4", pages=9), store=store)
-        filled(controller)
-        os.chmod(store, 0o555)
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(65534)
-        try:
-            assert not put(controller)
-        finally:
-            if root:
-                os.seteuid(0)
-        assert failures() == {"page_write": 1}
-        assert "Permission denied" in caplog.text
-        assert get(controller)[0] == 0
-        os.chmod(store, 0o755)
-        assert put(controller)
-
-
 def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failures):
     """SGLang's backup thread stops there, and goes on with later operations."""
     controller = controller_of(device_pool("fp4", pages=9), store=store)
@@ -351,69 +269,6 @@ def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failu
     hits, found = get(controller)
     assert hits == 4
     assert np.array_equal(found[[0, 5, 2, 6]], wanted[[0, 3, 7, 5]])
-
-
-def test_a_lost_page_is_not_shown_to_stores_that_read_memory(controller_of, store, failures):
-    controller = controller_of(device_pool("fp4", pages=9), store=store)
-    shown = []
-    filled(controller)
-
-    class Direct:
-        """A store without copies: it receives keys and slots, and asks the tier for addresses."""
-
-        def batch_set_v1(self, keys, host_indices, extra_info=None):
-            shown.append((keys, tier_of(controller).get_page_buffer_meta(host_indices)[0]))
-            return [True] * len(keys)
-
-    controller.storage_backend, file_store = Direct(), controller.storage_backend
-    try:
-        assert controller._page_set_zero_copy(KEYS[:3], slots([2, 5, 1], PAGE_SIZE))
-        tier_of(controller)._lost.set(5, True)
-        assert not controller._page_set_zero_copy(KEYS[:3], slots([2, 5, 1], PAGE_SIZE))
-        assert not controller._page_set_zero_copy(KEYS[:1], slots([5], PAGE_SIZE))
-    finally:
-        controller.storage_backend = file_store
-    begin = tier_of(controller).kv_buffer.data_ptr()
-    addresses = [begin + page * stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES["fp4"]) for page in (2, 5, 1)]
-    assert shown == [(KEYS[:3], addresses), (KEYS[:1], addresses[:1])]
-    assert failures() == {"page_write": 2}
-
-
-# ------------------------------------------------------------------ drafts with a tier of their own
-
-
-def test_a_draft_that_is_not_packed(controller_of, store):
-    """SGLang builds its tier beside the target's, and stores its pages under keys unknown to our hooks."""
-    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
-
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-
-    controller = controller_of(device_pool("fp8", pages=9), store=store)
-    draft = device_pool("fp8", pages=9, layers=2, start_layer=0)
-    fill(draft)
-    tier = _build_mha_mla_host_pool(
-        pool=draft, host_to_device_ratio=2.0, page_size=PAGE_SIZE, layout="page_first",
-        allocator_type="default", pool_label="draft", host_token_capacity=tier_of(controller).size,
-    )  # fmt: skip
-    assert isinstance(tier, HierarchicalMLAHostPool)
-    assert (tier.size, tier.layer_num, tier.pool_label) == (tier_of(controller).size, 2, "draft")
-    pages = host_bytes(tier)
-    pages[...] = np.random.default_rng(0).integers(0, 256, pages.shape, dtype=np.uint8)
-    wanted = pages.copy()
-    backend = controller.storage_backend
-    backend.register_mem_host_pool_v2(tier, PoolName.DRAFT)
-
-    def transfer(*numbers):
-        return [PoolTransfer(PoolName.DRAFT, host_indices=slots(numbers, PAGE_SIZE), keys=KEYS[:2])]
-
-    assert backend.batch_set_v2(transfer(3, 1)) == {PoolName.DRAFT: [True, True]}
-    # Page sizes are SGLang's, because its stores compute addresses of draft pages from them.
-    assert {path.stat().st_size for path in store.glob("*.draft_*")} == {tier.page_bytes}
-    pages[...] = GUARD
-    assert backend.batch_get_v2(transfer(0, 2)) == {PoolName.DRAFT: [True, True]}
-    assert np.array_equal(pages[[0, 2]], wanted[[3, 1]])
-    assert (np.delete(pages, [0, 2], axis=0) == GUARD).all()
 
 
 # ------------------------------------------------------------------ names of files

@@ -12,7 +12,6 @@ import pytest
 from direct_stores import Operation
 from host_tier import slots
 from pools import LAYERS
-from test_hybrid_stores import fetch
 
 from sgl_kvpool.events import UNCACHED
 from sgl_kvpool.sglang_plugin.hooks import stores
@@ -196,19 +195,6 @@ def test_pages_from_before_a_store_was_attached_are_stored_with_what_extends_the
     model.put(other + prompt(1, 4000))
     store_what_waits(model)
     assert stored(tmp_path) == sorted({*keys(longer), *keys(branch), *keys(other + prompt(1, 4000))})
-
-
-@TREES
-def test_a_restarted_server_finds_the_extended_prompt(dense, tree, tmp_path):
-    model = dense(64, tree=tree)
-    model.put(prompt(8, 0))
-    attach(model)
-    longer = prompt(8, 0) + prompt(4, 2000)
-    model.put(longer)
-    store_what_waits(model)
-    again = dense(64, store=tmp_path, tree=tree)
-    fetch(again, longer)
-    assert again.check(longer) == len(longer)
 
 
 def test_each_old_page_is_given_to_the_store_once(dense, tmp_path):

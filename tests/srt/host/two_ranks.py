@@ -182,25 +182,6 @@ def damage_what_rank_1_reads(backend, store, which):
     backend.get = failing
 
 
-def names_of_weights(groups):
-    """Both ranks name other weights after an update without a version; no launcher has drawn for them."""
-
-    def case(ranks):
-        from sgl_kvpool.sglang_plugin.hooks import weights
-        from sgl_kvpool.sglang_plugin.hooks.weights import ServedWeights
-
-        server = ServedWeights()
-        ranks.patch.setattr(weights, "SERVED", server)
-        model = ranks.model(groups)
-        weights.attach()
-        yield model, server.digits
-        server.begin("default")
-        assert server.flushed(str)
-        yield model, server.digits
-
-    return case
-
-
 CASES = {
     "nothing": nothing,
     **{f"lost-{which}": lost(which) for which in ("rows", "states")},
@@ -208,7 +189,6 @@ CASES = {
     "free-host-pages": free_host_pages,
     "bad-slots-of-the-allocator": bad_slots_of_the_allocator,
     **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states")},
-    **{f"names-{groups}": names_of_weights(groups) for groups in ("tensor", "context", "data", "pipeline")},
     "lost-in-the-second-stage": lost_in_the_second_stage,
 }
 

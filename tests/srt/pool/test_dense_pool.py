@@ -4,7 +4,6 @@ import itertools
 from contextlib import contextmanager
 
 import codec_oracle as oracle
-import numpy as np
 import pytest
 import torch
 from pools import (
@@ -150,14 +149,6 @@ def test_a_damaged_k_scale_is_named_by_the_models_layer(bad):
 def test_arguments_that_are_refused(arguments, error):
     with pytest.raises(ValueError, match=error):
         device_pool("fp4", **arguments)
-
-
-def test_arguments_of_other_types():
-    device_pool("bf16", "layer_major", size=13)
-    for arrangement in CROSS:
-        pool = device_pool("fp4", arrangement, page_size=np.int64(4), pages=np.int32(5), readers="kvpool_mla")
-        assert pool.get_kv_size_bytes() == LAYERS * 20 * 416
-        assert pool.kv_cache_arrangement.value == arrangement
 
 
 @pytest.mark.parametrize(

@@ -125,17 +125,6 @@ def test_values_are_what_sglangs_pool_returns(layout, rank, rope):
     assert [part.shape for part in pools[0].get_kv_buffer(3)] == [(SLOTS, 1, rank + rope), (SLOTS, 1, rank)]
 
 
-@pytest.mark.parametrize(("rank", "rope"), DSA_GEOMETRIES)
-def test_keys_of_fp4_are_the_rows(rank, rope):
-    """SGLang's backend calls the getter before it selects a reader."""
-    pool = dsa_pool("fp4", rank, rope)
-    written(pool, rank, rope, seed=3)
-    keys = pool.get_key_buffer(3)
-    assert (keys.dtype, keys.shape) == (torch.uint8, (SLOTS, 1, dsa_row_bytes("fp4", rank, rope)))
-    assert keys.data_ptr() == pool.kv_buffer[1].data_ptr()
-    assert np.array_equal(keys.squeeze(1).numpy(), rows(pool, 3))
-
-
 @pytest.mark.parametrize("layout", oracle.PACKED)
 @pytest.mark.parametrize("getter", ["get_value_buffer", "get_kv_buffer"])
 def test_packed_rows_have_no_values(layout, getter):
@@ -153,12 +142,6 @@ def test_values_that_are_e4m3_already(rank, rope, method):
     parts = (nope, keys) if method == "set_mla_kv_buffer" else (both, nope)
     getattr(pool, method)(layer(3), torch.tensor([1, 70, 71]), *parts)
     assert np.array_equal(rows(pool, 3)[[1, 70, 71]], both.squeeze(1).view(torch.uint8).numpy())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_flag_that_sglang_reads(layout):
-    """With it SGLang's backend and host tier tell scaled rows from other rows."""
-    assert dsa_pool(layout).dsa_kv_cache_store_fp8 is (layout == "fp8_block_scale")
 
 
 # -------------------------------------------------------------------- refusals and sizes
@@ -201,13 +184,6 @@ def test_pooled_index_keys():
     assert pool.get_kv_size_bytes() == LAYERS * 768 * (1152 + 33)
     nope, keys = written(pool, 512, 64)
     assert np.array_equal(rows(pool, 3)[LOC], oracle.encode(nope[:, 0], keys[:, 0], "bf16", 512, 64, 1152))
-
-
-def test_geometries_that_no_layout_stores():
-    with pytest.raises(ValueError, match="kv_lora_rank=448"):
-        dsa_pool("fp4", kv_lora_rank=448, kv_cache_dim=512)
-    with pytest.raises(ValueError, match="qk_rope_head_dim=32"):
-        dsa_pool("fp4", qk_rope_head_dim=32, kv_cache_dim=544)
 
 
 def test_a_pool_of_no_whole_number_of_pages():

@@ -1,27 +1,21 @@
 """LayoutHybridLinearKVPool: what it passes on to the pool of rows and to the pool of states.
 
-Pooled index keys are in test_hybrid_pooled_keys.py, all other names of SGLang's class in
-test_hybrid_methods.py.
+All names of SGLang's class are in test_hybrid_methods.py.
 """
 
 import codec_oracle as oracle
-import numpy as np
 import pytest
 import torch
 from pools import (
     ARRANGEMENTS,
     DTYPES,
-    LINEAR_LAYERS,
     MLA_LAYERS,
     POOLED,
     assert_holds,
-    copied,
     fill,
-    guard,
     hybrid_pool,
     layer,
     values,
-    waits,
 )
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -33,10 +27,6 @@ PROPERTIES = [
     "dsa_kv_cache_store_fp8", "kv_cache_dim", "index_head_dim", "quant_block_size", "index_kpool",
     "index_page_size", "tail_extra_slots", "index_kpool_compress",
 ]  # fmt: skip
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 # -------------------------------------------------------------------- attributes
@@ -61,40 +51,6 @@ def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrange
     assert (declared.pool_name.value, declared.device_pool) == ("kv", pool.full_kv_pool)
     assert pool.page_stride == pool.full_kv_pool.page_stride
     assert (pool.page_stride is None) == (arrangement != "page_major")
-
-
-@pytest.mark.parametrize("layout", ["bf16", "fp8"])
-def test_dense_rows_are_what_sglangs_pool_has(layout):
-    """Every getter of rows of SGLang's pool, on the same bytes."""
-    pool, stock = hybrid_pool(layout), hybrid_pool(layout, stock=True)
-    fill(pool)
-    for ours, theirs in zip(pool.full_kv_pool.kv_buffer, stock.full_kv_pool.kv_buffer, strict=True):
-        row_bytes = ours.view(torch.uint8)
-        if layout == "fp8":  # without NaN, which Triton's interpreter decodes as 480
-            row_bytes[row_bytes & 0x7F == 0x7F] = 0x7E
-        theirs.view(torch.uint8).copy_(row_bytes)
-    assert pool.get_v_head_dim() == stock.get_v_head_dim()
-    assert pool.kv_cache_dim == stock.kv_cache_dim
-    assert pool.get_kv_size_bytes() == stock.get_kv_size_bytes()
-    for layer_id in MLA_LAYERS:
-        for getter in ("get_key_buffer", "get_value_buffer"):
-            found, wanted = getattr(pool, getter)(layer_id), getattr(stock, getter)(layer_id)
-            assert (found.dtype, found.shape, found.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
-            assert np.array_equal(as_bytes(found), as_bytes(wanted))
-        key, value = pool.get_kv_buffer(layer_id)
-        assert (
-            key.data_ptr()
-            == value.data_ptr()
-            == pool.full_kv_pool.kv_buffer[MLA_LAYERS.index(layer_id)].data_ptr()
-        )
-        for found, wanted in zip((key, value), stock.get_kv_buffer(layer_id), strict=True):
-            assert (found.dtype, found.shape, found.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
-        slots = torch.tensor([15, 4, 7, 1, 10])
-        for dtype in (None, torch.bfloat16):
-            parts = (each.get_mla_kv_buffer(layer(layer_id), slots, dtype) for each in (pool, stock))
-            for found, wanted in zip(*parts, strict=True):
-                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-                assert np.array_equal(as_bytes(found), as_bytes(wanted))
 
 
 # -------------------------------------------------------------------- refusals
@@ -149,70 +105,25 @@ def test_a_stage_without_mla_layers():
     assert pool.get_kv_layer_ids() == []
 
 
-def test_states_are_described_by_their_own_pool():
-    """For a transfer to a decode server, for example."""
-    pool = hybrid_pool("fp4")
-    assert pool.get_state_buf_infos() == pool.mamba_pool.get_contiguous_buf_infos()
-    assert pool.get_state_layer_ids() == pool.mamba_pool.get_state_layer_ids()
-    assert pool.get_state_dim_per_tensor() == pool.mamba_pool.get_state_dim_per_tensor()
-    assert pool.get_state_slice_outer_counts() == pool.mamba_pool.get_state_slice_outer_counts()
-    assert pool.get_state_conv_shard_groups() == pool.mamba_pool.get_state_conv_shard_groups()
-    assert len(pool.get_state_slice_outer_counts()) == len(pool.get_state_conv_shard_groups()) != 0
-
-
 # -------------------------------------------------------------------- sparse attention
 
 
-@pytest.mark.parametrize("start_layer", [0, 1])
-def test_broadcastable_index_keys_are_those_of_their_model_layer(start_layer):
-    pool = hybrid_pool("fp4", sparse=True, start_layer=start_layer)
-    wanted, waited = fill(pool), waits(pool)
-    for place, layer_id in enumerate(MLA_LAYERS):
-        buffer = pool.get_broadcastable_index_k_with_scale_buffer(layer_id)
-        assert buffer.data_ptr() == pool.full_kv_pool.index_k_with_scale_buffer[place].data_ptr()
-        assert np.array_equal(buffer.numpy(), wanted["index", layer_id])
-    assert waited == [layer_id - start_layer for layer_id in MLA_LAYERS]
-
-
-def test_what_only_sharded_pools_have(monkeypatch):
-    """SGLang's wrapper calls two methods that only some inner pools have; they receive the inner layer id."""
-    pool = hybrid_pool("fp4", sparse=True)
-    guard(pool)
-    wanted = copied(pool)
-    for layer_id in (*MLA_LAYERS, *LINEAR_LAYERS):
-        assert pool.invalidate_index_buffer_for_layer(layer_id) is None
-    assert_holds(pool, wanted)
-    asked, kind = [], type(pool.full_kv_pool)
-    for name in ("invalidate_index_buffer_for_layer", "_get_broadcastable_index_buffer"):
-        monkeypatch.setattr(kind, name, lambda self, at, name=name: asked.append((name, at)), raising=False)
-    for place, layer_id in enumerate(MLA_LAYERS):
-        pool.invalidate_index_buffer_for_layer(layer_id)
-        pool.get_broadcastable_index_k_with_scale_buffer(layer_id)
-        assert [at for _, at in asked] == [place] * 2
-        assert len(dict(asked)) == 2
-        asked.clear()
-    with pytest.raises(ValueError, match="layer_id=2 not in full attention layers"):
-        pool.invalidate_index_buffer_for_layer(2)
-
-
-@pytest.mark.parametrize("layer_id", [*LINEAR_LAYERS, 6, -1])
-def test_layers_without_index_keys_are_refused(layer_id):
-    pool = hybrid_pool("fp4", sparse=True)
-    guard(pool)
-    keys, scales, slots, wanted = torch.ones(1, 128), torch.ones(1, 1), torch.tensor([1]), copied(pool)
-    calls = (
-        lambda: pool.set_index_k_scale_buffer(layer_id, slots, keys, scales),
-        lambda: pool.get_index_k_with_scale_buffer(layer_id),
-        lambda: pool.get_broadcastable_index_k_with_scale_buffer(layer_id),
-        lambda: pool.get_index_k_scale_buffer(layer_id, slots, slots[None], 1, 1),
-        lambda: pool.get_compress_tail_buffers(layer_id),
-        lambda: pool.set_compress_tail_for_request(layer_id, slots, keys, keys, 1, 0),
-        lambda: pool.kpool_decode_update_index_cache(layer_id, *[None] * 8),
-    )
-    for call in calls:
-        with pytest.raises(ValueError, match=f"layer_id={layer_id} not in full attention layers"):
-            call()
-    assert_holds(pool, wanted)
+def test_cpu_copies_carry_the_tails_of_pooled_index_keys(monkeypatch):
+    """To the tail of another request, and to another page of keys."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pool = hybrid_pool("bf16", **POOLED)
+    was, state, generator = fill(pool), torch.tensor([1]), torch.Generator().manual_seed(1)
+    tails = [part for layer_id in MLA_LAYERS for part in pool.get_compress_tail_buffers(layer_id)]
+    wanted = [part.copy_(torch.randn(part.shape, generator=generator)).clone() for part in tails]
+    saved = pool.get_cpu_copy(torch.arange(256, 512), mamba_indices=state, req_pool_index=1)
+    pool.load_cpu_copy(saved, torch.arange(512, 768), mamba_indices=state, req_pool_index=3)
+    for found, part in zip(tails, wanted, strict=True):
+        part[3] = part[1]
+        assert torch.equal(found, part)
+    for layer_id in MLA_LAYERS:
+        was["rows", layer_id][2] = was["rows", layer_id][1]
+        was["index", layer_id][2] = was["index", layer_id][1]
+    assert_holds(pool, was)
 
 
 @pytest.mark.parametrize("pooled", [False, True])

@@ -67,22 +67,6 @@ def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_scale_that_is_not_the_layers(kind, monkeypatch):
-    case = backend_of(kind, "fp4", monkeypatch)
-    called = case.backend.forward_decode
-
-    def other(q, k, v, layer, batch):
-        layer.scaling *= 1.2
-        try:
-            return called(q, k, v, layer, batch)
-        finally:
-            layer.scaling = SCALE
-
-    monkeypatch.setattr(case.backend, "forward_decode", other)
-    assert "attention over rows of fp4" in difference(case)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_k_scale_that_is_not_applied(kind, monkeypatch):
     case = backend_of(kind, "fp8", monkeypatch, k_scale=0.25)
     from sgl_kvpool.srt.self_check import check_backend

@@ -82,19 +82,6 @@ def test_an_encoder_that_rounds_otherwise(layout, arrangement, monkeypatch):
     assert f"of layer {START}, slot " in text
 
 
-def test_a_writer_of_sglangs_that_reverses_values(monkeypatch):
-    """SGLang itself writes layer-major `bf16` rows."""
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    write = MLATokenToKVPool.set_mla_kv_buffer
-
-    def swapped(self, layer, loc, nope, rope, *more):
-        write(self, layer, loc, nope.flip(-1), rope, *more)
-
-    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", swapped)
-    assert "rows of bf16 written to the pool: byte 0 of layer 5, slot " in difference(device_pool("bf16"))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_a_decoder_that_rounds_otherwise(layout, monkeypatch):
     from sgl_kvpool.srt.pool import mla
@@ -110,15 +97,6 @@ def test_a_decoder_that_rounds_otherwise(layout, monkeypatch):
     assert text.startswith(f"values of {layout} from get_mla_kv_buffer, two bytes each: byte ")
 
 
-def test_k_scale_of_another_layer(monkeypatch):
-    """Only the last layer has a k_scale; its rows are written with the first layer's k_scale."""
-    pool = device_pool("fp8", k_scales={START + 2: 0.5})
-    passes(pool)
-    stored = pool._store
-    monkeypatch.setattr(pool, "_store", lambda index, layer_id, *more: stored(index, START, *more))
-    assert "of layer 7, slot " in difference(pool)
-
-
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
 def test_slots_that_are_taken_for_others(arrangement, monkeypatch):
     """Writer and reader agree, but transfers would find the rows elsewhere."""
@@ -128,33 +106,11 @@ def test_slots_that_are_taken_for_others(arrangement, monkeypatch):
     assert "rows of fp4 written to the pool: byte 0 of layer 5, slot " in difference(pool)
 
 
-def test_a_slot_mapping_of_the_first_page_alone(monkeypatch):
-    """Rows of a page-major pool taken for slots, which is correct in page 0 only."""
-    pool = device_pool("fp4", "page_major", pages=9)
-    monkeypatch.setattr(pool, "slot_to_row", lambda slots: slots)
-    assert "written to the pool" in difference(pool)
-
-
 def test_a_reader_of_rows_in_another_order(monkeypatch):
     pool = device_pool("fp8_block_scale", pages=9)
     rows = pool.get_row_buffer
     monkeypatch.setattr(pool, "get_row_buffer", lambda layer_id: rows(layer_id).roll(1, 0))
     assert difference(pool).startswith("rows of fp8_block_scale from get_row_buffer: byte ")
-
-
-def test_layers_in_another_order(monkeypatch):
-    """Writer and reader agree, but stores and peers would find other layers' rows."""
-    pool = device_pool("fp4", pages=9)
-    monkeypatch.setattr(pool, "kv_buffer", pool.kv_buffer[::-1])
-    monkeypatch.setattr(pool, "_index", lambda layer_id: (layer_id - START + 1) % 3)
-    assert "written to the pool" in difference(pool)
-
-
-def test_layers_of_a_hybrid_pool_in_another_order(monkeypatch):
-    pool = hybrid_pool("fp4")
-    places = dict(zip([1, 3, 4], [2, 1, 0], strict=True))
-    monkeypatch.setattr(pool, "_transfer_full_attention_id", places.__getitem__)
-    assert "written to the pool" in difference(pool)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -191,12 +147,6 @@ def test_waiting_for_another_layer(monkeypatch):
     monkeypatch.setattr(pool, "get_row_buffer", other)
     assert "get_row_buffer of layer 6 waited for layers [0], expected 1" in difference(pool)
     assert pool.layer_transfer_counter is None
-
-
-def test_a_hybrid_pool_that_does_not_wait(monkeypatch):
-    pool = hybrid_pool("fp4")
-    monkeypatch.setattr(pool, "_wait_for_layer", lambda layer_id: None)
-    assert "get_row_buffer of layer 1 waited for layers [], expected 1" in difference(pool)
 
 
 def test_the_counter_is_given_back():
