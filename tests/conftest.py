@@ -179,11 +179,9 @@ def failures(counting):
 
 @pytest.fixture
 def nothing_left_out():
-    """Emulated streams without work of another test, on which no wait is left out and no call fails."""
+    """Emulated streams without work of another test."""
     from emulated import calls
 
-    calls().leave_out(-1)
-    calls().fail_after(-1)
     calls().forget()
     yield
     assert calls().play(0) == 0  # the test has played all of its work

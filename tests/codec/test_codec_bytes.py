@@ -111,35 +111,6 @@ def test_bf16_segments_keep_nan_payloads():
         assert_same_bits(decode_rows(rows, fmt)[:, 128:], keys)
 
 
-def test_flashmla_reads_the_656_byte_row():
-    """A reader after FlashMLA's description: 512 e4m3, 4 float32 scales, 64 bf16."""
-    nope = (torch.randn(300, 512) * torch.rand(300, 1).exp2() * 3).to(torch.bfloat16)
-    keys = torch.randn(300, 64).to(torch.bfloat16)
-    fmt = row_format("fp8_block_scale", 512, 64)
-    rows = encode_rows(nope, keys, fmt)
-    expected = np.zeros((300, 576), np.float32)
-    for token, row in enumerate(rows.numpy()):
-        assert len(row) == 656
-        values = np.frombuffer(row[:512].tobytes(), ml_dtypes.float8_e4m3fn)
-        scales = np.frombuffer(row[512:528].tobytes(), "<f4")
-        for tile in range(4):
-            part = slice(128 * tile, 128 * tile + 128)
-            expected[token, part] = values[part].astype(np.float32) * scales[tile]
-        expected[token, 512:] = np.frombuffer(row[528:656].tobytes(), ml_dtypes.bfloat16)
-    assert_same_values(decode_rows(rows, fmt, torch.float32), torch.from_numpy(expected))
-
-
-@pytest.mark.parametrize("sigma", [0.003, 0.02, 1.0, 10.0])
-@pytest.mark.parametrize(("name", "limit"), [("fp4", 0.0822), ("fp8_block_scale", 0.026)])
-def test_relative_error(name, limit, sigma):
-    nope = (torch.randn(4096, 512) * sigma).to(torch.bfloat16)
-    fmt = row_format(name, 512, 0)
-    back = decode_rows(encode_rows(nope, None, fmt), fmt, torch.float32)
-    exact = nope.double()
-    error = ((back.double() - exact).square().sum() / exact.square().sum()).sqrt().item()
-    assert 0.5 * limit < error <= limit
-
-
 def test_scalars_hold_every_value_of_their_format():
     codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     x = torch.from_numpy(codes.copy())

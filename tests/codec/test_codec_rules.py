@@ -4,7 +4,6 @@ import pytest
 import torch
 from codec_oracle import (
     LAYOUTS,
-    NARROW,
     STORED,
     UE5M3,
     assert_same_bytes,
@@ -15,7 +14,7 @@ from codec_oracle import (
     order_decides,
     row_format,
 )
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kvpool import env
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.usefixtures("each_encoder")
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 seeds = st.integers(0, 2**31)
-
-
-def fp4_parts(rows, fmt):
-    """Codes uint8 [tokens, R] and scale bytes [tokens, R / 16]."""
-    packed = rows[:, : fmt.scale.offset_bytes]
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-    return codes, rows[:, fmt.scale.offset_bytes : fmt.scale.end_bytes]
 
 
 @settings(max_examples=25)
@@ -49,31 +41,6 @@ def test_fp4_keeps_what_it_can_hold(seed, scale_byte, largest):
 
 
 @settings(max_examples=25)
-@given(seeds, st.integers(-12, 12))
-def test_fp4_moves_with_powers_of_two(seed, power):
-    """Multiplying by 2**k keeps codes and raises scale bytes by 8 k, while no scale leaves the range."""
-    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    fmt = row_format("fp4", 128, 0)
-    codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
-    moved = scales.int() + 8 * power
-    assume(bool((scales >= 8).all() and (moved >= 8).all() and (moved <= 0xF7).all()))
-    codes_moved, scales_moved = fp4_parts(encode_rows(x * 2.0**power, None, fmt), fmt)
-    assert torch.equal(codes_moved, codes)
-    assert torch.equal(scales_moved.int(), moved)
-
-
-@settings(max_examples=25)
-@given(seeds)
-def test_fp4_sign_is_apart_from_size(seed):
-    x = hard_rows(4, 128, seed).nan_to_num(nan=1.0)
-    fmt = row_format("fp4", 128, 0)
-    codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
-    codes_negated, scales_negated = fp4_parts(encode_rows(-x, None, fmt), fmt)
-    assert torch.equal(scales_negated, scales)
-    assert torch.equal(codes_negated, codes ^ 8)
-
-
-@settings(max_examples=25)
 @given(seeds)
 def test_fp4_takes_the_best_scale(seed):
     """No candidate scale gives a clearly smaller error, in float64, than the stored scale."""
@@ -88,16 +55,6 @@ def test_fp4_takes_the_best_scale(seed):
         sizes = torch.cat([E2M1, -E2M1]).double() * scale.unsqueeze(-1)
         best = (blocks.unsqueeze(-1) - sizes).abs().amin(-1)  # nearest value of this scale
         assert bool((error <= best.square().sum(-1) * (1 + 1e-5)).all())
-
-
-def test_fp4_tie_keeps_the_first_scale():
-    # 6 is exact with the scale 1 (amax / 6) and with the scale 1.5 (amax / 4).
-    x = torch.zeros(1, 128)
-    x[0, 3] = 6.0
-    fmt = row_format("fp4", 128, 0)
-    codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
-    assert codes[0, 3] == 7
-    assert scales[0].tolist() == [0x78] + [0] * 7
 
 
 def test_products_with_reciprocals_round_as_quotients():
@@ -135,53 +92,6 @@ def test_every_block_of_two_levels_is_kept():
         block = torch.minimum(E2M1.repeat(2), pairs[:, :1]) * pairs[:, 1:]  # [pairs, 16]
         rows = torch.nn.functional.pad(block, (0, 0, 0, -len(block) % 32)).view(-1, 512)
         assert torch.equal(decode_rows(encode_rows(rows, None, fmt), fmt, torch.float32), rows)
-
-
-def test_fp4_scale_range():
-    fmt = row_format("fp4", 128, 0)
-    for value, byte in [(1e-40, 1), (2.0**-17, 1), (61440.0 * 6, 0xF7), (3e38, 0xF7), (0.0, 0)]:
-        x = torch.zeros(1, 128)
-        x[0, 0] = value
-        codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
-        assert scales[0, 0] == byte
-        assert not scales[0, 1:].any()
-        assert codes[0, 0] == (7 if value > 1 else 2 if value == 2.0**-17 else 0)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_zeros_decode_to_zeros(name):
-    fmt = row_format(name, 256, 64)
-    x = torch.zeros(3, 320)
-    x[1] = -0.0
-    x[2, 17::2] = -0.0
-    rows = encode_rows(x[:, :256], x[:, 256:], fmt)
-    assert not decode_rows(rows, fmt).any()
-    if STORED[name][0] == "e2m1":
-        assert not fp4_parts(rows, fmt)[1].any()
-
-
-def test_block_scale_floor():
-    """A tile whose values are below the smallest normal fp32 times 448 gets that smallest scale, never 0."""
-    fmt = row_format("fp8_block_scale", 128, 0)
-    x = torch.full((1, 128), 1e-39).bfloat16()
-    rows = encode_rows(x, None, fmt)
-    scale = rows[:, 128:132].contiguous().view(torch.float32)
-    assert scale.item() == torch.finfo(torch.float32).tiny
-    step = scale.item() * 2.0**-9  # spacing of e4m3 below 2**-6
-    assert (decode_rows(rows, fmt, torch.float32) - x.float()).abs().max() <= step / 2
-
-
-@pytest.mark.parametrize("name", NARROW)
-def test_nan_is_zero_and_infinity_the_largest_value(name):
-    fmt = row_format(name, 128, 0)
-    x = torch.randn(5, 128).bfloat16()
-    x[0, 5] = float("nan")
-    x[1, 6], x[2, 7] = float("inf"), -float("inf")
-    plain = x.clone()
-    plain[0, 5] = 0
-    plain[1, 6] = torch.finfo(torch.bfloat16).max
-    plain[2, 7] = torch.finfo(torch.bfloat16).min
-    assert_same_bytes(encode_rows(x, None, fmt), encode_rows(plain, None, fmt))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -222,13 +132,6 @@ def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     expected = encode(order_decides(), None, "fp4", 128, 0, fmt.row_bytes)
     assert_same_bytes(encode_rows(order_decides(), None, fmt), expected)
-
-
-def test_sums_are_trees_in_index_order():
-    x = torch.tensor([2.0**24, 1.0, 1.0, 0.0])
-    assert scalars.pairwise_sum(x) == 2.0**24  # (2^24 + 1) + (1 + 0), each rounded to even
-    assert scalars.pairwise_sum(x[[3, 2, 1, 0]]) == 2.0**24
-    assert scalars.pairwise_sum(x[[1, 2, 0, 3]]) == 2.0**24 + 2  # (1 + 1) + 2^24
 
 
 def test_rows_that_overlap_are_not_written():

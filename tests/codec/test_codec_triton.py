@@ -1,7 +1,8 @@
 """The Triton kernels in Triton's interpreter, byte for byte against the torch reference.
 
 On a machine with a GPU the interpreter is off; ``tests/gpu/test_codec_gpu.py`` then makes this comparison
-with the machine's own conversions (`NATIVE`), which the interpreter does not have.
+with the machine's own conversions (`NATIVE`), which the interpreter does not have. Slots, strides and
+k_scales are in tests/ptxrun/test_ptx_codec.py, with compiled kernels.
 """
 
 import os
@@ -11,12 +12,10 @@ import pytest
 import torch
 from codec_oracle import (
     LAYOUTS,
-    assert_same_bits,
     assert_same_bytes,
     assert_same_values,
     every_bf16,
     hard_rows,
-    order_decides,
     row_format,
 )
 
@@ -63,20 +62,6 @@ def gathered_by(module, pool, slots, fmt, dtype, k_scale=1.0):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_many_random_rows(name, large_programs):
-    """3136 rows of 512: 100352 blocks of 16."""
-    fmt = row_format(name, 512, 64)
-    for seed in range(4):
-        nope, keys = hard_rows(784, 512, seed), hard_rows(784, 64, seed + 100)
-        assert_same_bytes(*encoded_by_both(nope, keys, fmt))
-
-
-def test_errors_are_summed_in_the_order_of_the_rules():
-    fmt = row_format("fp4", 128, 0)
-    assert_same_bytes(*encoded_by_both(order_decides(), None, fmt))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_bf16_pattern(name, large_programs):
     fmt = row_format(name, 512, 0)
     alone = torch.zeros(65536, 16, dtype=torch.bfloat16)
@@ -84,17 +69,6 @@ def test_every_bf16_pattern(name, large_programs):
     for nope in (every_bf16(), alone.view(-1, 512)):
         rows, expected = encoded_by_both(nope, None, fmt)
         assert_same_bytes(rows, expected)
-
-
-def test_bf16_segments_keep_nan_payloads(large_programs):
-    fmt = row_format("bf16", 512, 0)
-    rows, expected = encoded_by_both(every_bf16(), None, fmt)
-    assert_same_bytes(rows, expected)
-    assert_same_bits(gathered_by(kernels, rows, None, fmt, torch.bfloat16), every_bf16())
-    fmt = row_format("fp4", 128, 64)
-    keys = every_bf16().view(1024, 64)
-    rows, _ = encoded_by_both(torch.zeros(1024, 128).bfloat16(), keys, fmt)
-    assert_same_bits(gathered_by(kernels, rows, None, fmt, torch.bfloat16)[:, 128:], keys)
 
 
 @pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
@@ -110,28 +84,6 @@ def test_geometries_and_types(name, rank, rope, align):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found = gathered_by(kernels, pool, None, fmt, dtype)
             assert_same_values(found, gathered_by(reference, pool, None, fmt, dtype))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_byte_decodes_alike(name, large_programs):
-    fmt = row_format(name, 512, 64)
-    pool = torch.randint(0, 256, (600, fmt.row_bytes), dtype=torch.uint8)
-    for dtype in (torch.bfloat16, torch.float32):
-        found = gathered_by(kernels, pool, None, fmt, dtype)
-        assert_same_values(found, gathered_by(reference, pool, None, fmt, dtype))
-
-
-@pytest.mark.parametrize("k_scale", [0.37, 3e-38, 2.5e5])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_k_scale(name, k_scale):
-    fmt = row_format(name, 256, 64)
-    scale = k_scale if name == "fp8" else 1.0  # as checks.scale hands it over
-    scale = torch.tensor(scale).item()
-    rows, expected = encoded_by_both(hard_rows(64, 256), hard_rows(64, 64, 1), fmt, scale)
-    assert_same_bytes(rows, expected)
-    for dtype in (torch.bfloat16, torch.float32):
-        found = gathered_by(kernels, rows, None, fmt, dtype, scale)
-        assert_same_values(found, gathered_by(reference, rows, None, fmt, dtype, scale))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -160,62 +112,6 @@ def test_k_scale_divides_the_segments_that_use_it(part):
     plain = gathered_by(reference, rows, None, both, torch.float32, 1.0)
     columns = slice(0, 256) if part == "nope" else slice(256, 320)
     assert_same_values(found[:, columns], plain[:, columns])
-
-
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize(("rank", "rope", "align"), [(384, 64, 16), (256, 0, 1)])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_slots_and_strides(name, rank, rope, align, layers, index):
-    fmt = row_format(name, rank, rope, align)
-    slots = torch.tensor([5, -1, 0, 40, 17, -7, 2, 39, 33], dtype=index)
-    apart = torch.stack([slots, slots], 1).flatten()[::2]
-    values = hard_rows(9, rank + rope + 16)
-    nope, keys = values[:, 3 : rank + 3], values[:, rank + 3 : rank + 3 + rope] if rope else None
-    base = torch.full((41, layers, fmt.row_bytes), FILL, dtype=torch.uint8)
-    expected = base.clone()
-    kernels.store_rows(base[:, -1], apart, nope, keys, fmt, 1.0)
-    reference.store_rows(expected[:, -1], slots, nope, keys, fmt, 1.0)
-    assert_same_bytes(base, expected)
-    found = gathered_by(kernels, base[:, -1], apart, fmt, torch.bfloat16)
-    assert_same_values(found, gathered_by(reference, base[:, -1], slots, fmt, torch.bfloat16))
-    assert not found[1].any()
-    assert not found[5].any()
-
-
-def test_slots_beyond_the_pool_touch_nothing():
-    fmt = row_format("fp4", 128, 64)
-    base = torch.full((9, fmt.row_bytes), FILL, dtype=torch.uint8)
-    slots = torch.tensor([4, 3, 2**31 - 1])
-    kernels.store_rows(base[:4], slots, hard_rows(3, 128), hard_rows(3, 64), fmt, 1.0)
-    assert bool((base[4:] == FILL).all())
-    assert bool((base[:3] == FILL).all())
-    assert not bool((base[3] == FILL).all())
-    found = gathered_by(kernels, base[:4], slots, fmt, torch.bfloat16)
-    assert not found[0].any()
-    assert not found[2].any()
-    assert found[1].any()
-
-
-def test_pool_beyond_31_bits():
-    """Rows a gigabyte apart; only the touched pages take memory."""
-    fmt = row_format("fp4", 128, 64)
-    stride = 2**30 + 4096
-    try:
-        base = torch.empty(3 * stride, dtype=torch.uint8)
-    except RuntimeError:
-        pytest.skip("the system refuses 3 GiB of unused address space")
-    pool = base.as_strided((3, fmt.row_bytes), (stride, 1))
-    nope, keys = hard_rows(2, 128), hard_rows(2, 64)
-    for index in (torch.int32, torch.int64):
-        slots = torch.tensor([2, 0], dtype=index)
-        pool[slots.long()] = FILL
-        kernels.store_rows(pool, slots, nope, keys, fmt, 1.0)
-        expected = torch.empty(2, fmt.row_bytes, dtype=torch.uint8)
-        reference.encode_rows(expected, nope, keys, fmt, 1.0)
-        assert_same_bytes(pool[slots.long()], expected)
-        found = gathered_by(kernels, pool, slots, fmt, torch.bfloat16)
-        assert_same_values(found, gathered_by(reference, expected, None, fmt, torch.bfloat16))
 
 
 def test_nothing_to_do():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from cases import crossed
-from codec_oracle import ROW_BYTES
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
 from sgl_kvpool.connectors import describe
@@ -139,14 +138,6 @@ def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
                     assert np.array_equal(as_bytes(view), as_bytes(buffers[layer]))
 
 
-def test_b1_sentinel_sizes():
-    """B1: 1234 pages and 5678 heads, which vLLM once used to probe shapes, are ordinary sizes here."""
-    pool = mha(page_size=1, size=1233, heads=5678, dim=1, v_dim=1, layers=1)
-    group = describe(pool).group("kv")
-    assert group.num_pages == 1234
-    assert group.layer(5, "v").runs.size_bytes == 5678 * 2
-
-
 @pytest.mark.parametrize(("page", "pages"), [(4, 6), (8, 3), (12, 2), (24, 1)])
 def test_pages_fold_where_they_divide(page, pages):
     for make in (
@@ -180,29 +171,6 @@ def test_index_pages_fold_into_pages(make):
     assert group.layer(4, "kv").runs.size_bytes == 128 * 656
     with pytest.raises(KeyError):
         group.layer(3, "indexer")  # reuses the top-k of the layer before it
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_sparse_models_without_their_index_keys(layout):
-    """The host tier moves these rows; SGLang keeps the host copies of index keys in another pool."""
-    pool = ours_dsa(layout)
-    fill(leaf_tensors(pool))
-    caches = describe(pool)
-    alone = caches.only("kv")
-    row = ROW_BYTES[layout]
-    assert alone.group("kv").bytes_per_page == 3 * 64 * row
-    assert caches.group("kv").bytes_per_page == 3 * 64 * row + 2 * 8448
-    assert [(layer.layer_id, layer.part) for layer in alone.group("kv").layers] == [
-        (2, "kv"), (3, "kv"), (4, "kv"),
-    ]  # fmt: skip
-    assert (alone.group("kv").num_pages, alone.group("kv").page_size_tokens) == (3, 64)
-    expected = {key: as_bytes(tensor).copy() for key, tensor in leaf_tensors(pool).items()}
-    for (_, _, part), raw in expected.items():
-        if part == "kv":
-            raw.reshape(3, -1)[2] = raw.reshape(3, -1)[0]
-    copy_pages(alone, alone, "kv", torch.tensor([0]), torch.tensor([2]))
-    for key, tensor in leaf_tensors(pool).items():
-        assert np.array_equal(as_bytes(tensor), expected[key]), key
 
 
 def test_index_keys_in_other_pages_or_with_tails_are_not_described():

@@ -58,15 +58,6 @@ def test_b3_rows_of_a_view_are_the_bytes_at_the_address(name):
             assert np.array_equal(view[rows].numpy(), expected)
 
 
-def test_a1_a_packed_reader_of_a_page_major_pool_reads_a_neighbour():
-    """A1: layer 1, page 1 begins at byte 60; a reader that assumes packed pages reads layer 2, page 0."""
-    placement = RowPlacement(KVArrangement.PAGE_MAJOR, layers=4, pages=3, page_size_tokens=2, row_bytes=6)
-    strides = placement.strides_bytes
-    assert strides["L"] + strides["B"] == 60
-    packed = 1 * strides["L"] + 1 * (2 * 6)  # where a kernel reads that assumes packed pages of a layer
-    assert packed == 24 == addresses("page_major", 4, 3, 2, 6)[2, 0, 0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("name", ORDER)
@@ -97,13 +88,6 @@ def test_row_numbers_beyond_int32():
     expected = (39_999_999 // 64) * 61 * 64 + 63
     assert expected > 2**31
     assert placement.slot_to_row(slots).tolist() == [expected, -1, 0]
-
-
-def test_slots_are_rows_where_the_arrangement_is_linear_in_the_slot():
-    slots = torch.tensor([3, 1])
-    for arrangement in KVArrangement.of_rows():
-        placement = RowPlacement(arrangement, 3, 5, 4, 8)
-        assert (placement.slot_to_row(slots) is slots) == arrangement.is_slot_linear
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "sgl_kvpool" / "transfer" / "csrc"
-#: The stream that SGLang would call engines on, and a model's.
-CALLER, COMPUTE = 7, 8
+#: The stream that SGLang would call engines on.
+CALLER = 7
 
 
 @functools.cache

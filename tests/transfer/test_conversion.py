@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import crossed
 from codec_oracle import ROW_BYTES
-from host_tier import backup, host_bytes, host_pool, load, slots, stride_bytes
+from host_tier import backup, host_bytes, host_pool, load, stride_bytes
 from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool, rows
 
 from sgl_kvpool import MLAKVCacheLayout
@@ -295,23 +295,6 @@ def test_keys_of_stores_name_both_layouts(no_reserve):
     assert len(tags) == len(NARROWER) + len(ROW_BYTES)
 
 
-def test_pages_of_stores_are_the_narrow_ones(no_reserve):
-    pool = device_pool("bf16", host_tier=HostTierOptions(layout="fp4"))
-    for layer in rows(pool):
-        layer[...] = torch.randn(20, 576).bfloat16().view(torch.uint8).numpy().reshape(layer.shape)
-    tier = host_pool(pool)
-    backup(tier, [2], [3])
-    page = tier.get_data_page(slots([2], 4)[0])
-    assert page.nbytes == 2 * 4096 == -(-(4 * LAYERS * 416 + 16) // 4096) * 4096  # and the checksum
-    kept = host_bytes(tier)[2].copy()
-    host_bytes(tier)[2] = GUARD
-    tier.set_from_flat_data_page(slots([2], 4)[0], page)
-    assert np.array_equal(host_bytes(tier)[2], kept)
-    addresses, sizes = tier.get_page_buffer_meta(slots([1, 2], 4))
-    assert sizes == [stride_bytes(LAYERS, 4, 416)] * 2
-    assert addresses[1] - addresses[0] == sizes[0]
-
-
 def test_what_is_not_narrower_is_refused(no_reserve):
     assert ("same", *oracle.HOST_LAYOUTS) == HOST_LAYOUTS
     assert "fp8" not in HOST_LAYOUTS  # its bytes depend on the layer's k_scale
@@ -383,13 +366,6 @@ def test_a_pair_of_layouts_that_is_not_compiled_fails_at_import(monkeypatch):
     monkeypatch.setattr(module, "_CONVERTED", module._CONVERTED - {pair})
     with pytest.raises(RuntimeError, match="no line for fp8 and fp4, fp8 and fp4_fp8_rope"):
         module._check_converted()
-
-
-def test_compiled_code_knows_every_pair_that_the_start_allows():
-    for layout in MLAKVCacheLayout:
-        own = layout.row_format(512, 64)
-        for host in narrower_layouts(own):
-            check(own, own.in_layout(host), torch.randn(3, 576).bfloat16())
 
 
 def test_a_host_tier_looks_for_no_nan(monkeypatch):

@@ -2,8 +2,8 @@
 // with streams and events that are queues. `play` carries out what was enqueued in some order that CUDA allows:
 // streams take turns at random, copies of a batch and warps of a kernel come in any order.
 //
-// A wait can be left out on purpose (`leave_out`), to see that tests notice. Other code may carry out the kernels
-// (`carry_out_kernels`): tests/ptxrun executes those that nvcc compiled.
+// Other code may carry out the kernels (`carry_out_kernels`): tests/ptxrun executes those that nvcc compiled. Missing
+// waits and calls that fail are the subject of tests/emulated_cuda.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,15 +22,11 @@
 
 namespace {
 
-using Ranges = std::vector<std::pair<int64_t, int64_t>>;  // first byte, end
-
 struct Step {
   std::function<void()> work;     // null: a wait or a record
   int64_t event = 0;              // of a wait or a record
   int64_t generation = 0;         // which record of the event
   bool waits = false;
-  Ranges reads, writes;           // of work
-  int64_t number = -1;            // of a wait of the engines, as `leave_out` counts them
 };
 
 using Kernel = void (*)(const kvpool::KernelJob*, const kvpool::Transfer*);
@@ -40,8 +36,6 @@ struct Machine {
   std::map<int64_t, std::deque<Step>> queues;
   std::map<int64_t, int64_t> recorded, reached;  // generations by event
   int64_t next_id = 1000;
-  int64_t wait_number = 0, left_out = -1;
-  int64_t work_left = -1;  // kernels and copies until one fails; -1: none does
   std::mt19937 random;
 };
 
@@ -54,12 +48,6 @@ struct EmulatedSteps {
   static int64_t id(Stream stream) { return reinterpret_cast<int64_t>(stream); }
 
   void run(const kvpool::KernelJob& job, const kvpool::Transfer& transfer, Stream stream) {
-    fail_if_due();
-    Ranges reads, writes;
-    kvpool::each_chunk(transfer, int64_t{1} << 40, 0, 1, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
-      reads.emplace_back(from, from + bytes);
-      writes.emplace_back(to, to + (job.from == nullptr ? bytes : bytes / job.from->row_bytes * job.to->row_bytes));
-    });
     // As at a launch, arguments are copied now, but not the memory that they point to.
     enqueue(stream, [job, transfer] {
       if (machine.kernel != nullptr) {
@@ -91,28 +79,20 @@ struct EmulatedSteps {
             });
         if (!known) throw std::runtime_error("no conversion");
       }
-    }, std::move(reads), std::move(writes));
+    });
   }
 
   void copy(const kvpool::CopyJob& job, const kvpool::Transfer& transfer, bool host_is_source, Stream stream) {
-    fail_if_due();
     kvpool::FlatCopies copies;
     kvpool::flatten(transfer, host_is_source, job.chunks, copies);
     // Few at a time, so that transfers take several batches; the last is seldom a whole one.
     kvpool::each_batch(copies, 7, [&](size_t first, size_t count) {
-      Ranges reads, writes;
-      for (size_t i = first; i < first + count; ++i) {
-        const auto from = reinterpret_cast<int64_t>(copies.sources[i]);
-        const auto to = reinterpret_cast<int64_t>(copies.targets[i]);
-        reads.emplace_back(from, from + static_cast<int64_t>(copies.sizes[i]));
-        writes.emplace_back(to, to + static_cast<int64_t>(copies.sizes[i]));
-      }
       enqueue(stream, [copies, first, count] {
         std::vector<size_t> order(count);
         for (size_t i = 0; i < order.size(); ++i) order[i] = first + i;
         std::shuffle(order.begin(), order.end(), machine.random);
         for (const size_t i : order) std::memcpy(copies.targets[i], copies.sources[i], copies.sizes[i]);
-      }, std::move(reads), std::move(writes));
+      });
     });
   }
 
@@ -124,10 +104,7 @@ struct EmulatedSteps {
   }
 
   void wait(Stream stream, Event event) {
-    const int64_t number = machine.wait_number++;
-    if (number == machine.left_out) return;
     Step step;
-    step.number = number;
     step.event = event;
     step.generation = machine.recorded[event];  // 0: never recorded
     step.waits = true;
@@ -140,15 +117,9 @@ struct EmulatedSteps {
   void free_event(Event) {}
 
  private:
-  static void fail_if_due() {
-    if (machine.work_left >= 0 && machine.work_left-- == 0) throw std::runtime_error("failed on purpose");
-  }
-
-  static void enqueue(Stream stream, std::function<void()> work, Ranges reads, Ranges writes) {
+  static void enqueue(Stream stream, std::function<void()> work) {
     Step step;
     step.work = std::move(work);
-    step.reads = std::move(reads);
-    step.writes = std::move(writes);
     machine.queues[id(stream)].push_back(std::move(step));
   }
 };
@@ -189,78 +160,6 @@ int64_t play(int64_t seed) {
   }
 }
 
-// What was enqueued and not played yet, as five numbers per step: stream, kind (0 work, 1 record,
-// 2 wait), event, generation, number of the wait. Streams one after the other, each in its order. Writes at most
-// `capacity` steps and returns how many there are.
-int64_t enqueued(int64_t address, int64_t capacity) {
-  auto* numbers = reinterpret_cast<int64_t*>(address);
-  int64_t count = 0;
-  for (const auto& [stream, queue] : machine.queues) {
-    for (const Step& step : queue) {
-      if (count++ >= capacity) continue;
-      for (const int64_t number : {stream, step.work ? int64_t{0} : step.waits ? int64_t{2} : int64_t{1}, step.event,
-                                   step.generation, step.number}) {
-        *numbers++ = number;
-      }
-    }
-  }
-  return count;
-}
-
-bool overlap(const Ranges& some, const Ranges& others) {
-  return std::any_of(some.begin(), some.end(), [&](const auto& one) {
-    return std::any_of(others.begin(), others.end(),
-                       [&](const auto& other) { return one.first < other.second && other.first < one.second; });
-  });
-}
-
-// Which work of `enqueued` touches bytes that other work of it writes: a byte per pair, in the order of `enqueued`.
-void conflicts(int64_t address) {
-  std::vector<const Step*> work;
-  for (const auto& [stream, queue] : machine.queues) {
-    for (const Step& step : queue) {
-      if (step.work) work.push_back(&step);
-    }
-  }
-  auto* found = reinterpret_cast<uint8_t*>(address);
-  for (const Step* a : work) {
-    for (const Step* b : work) {
-      *found++ = overlap(a->writes, b->writes) || overlap(a->writes, b->reads) || overlap(a->reads, b->writes);
-    }
-  }
-}
-
-// Returns the number of waits so far and counts the next ones from 0; the wait with this number is left out (-1: none).
-int64_t leave_out(int64_t number) {
-  const int64_t before = machine.wait_number;
-  machine.wait_number = 0;
-  machine.left_out = number;
-  return before;
-}
-
-// The kernel or copy after so many others fails when it is to be enqueued.
-void fail_after(int64_t count) { machine.work_left = count; }
-
-// Bytes that are set on a stream, as a model's kernels do.
-void fill(int64_t address, int64_t bytes, int64_t value, int64_t stream) {
-  Step step;
-  step.work = [=] { std::memset(reinterpret_cast<void*>(address), static_cast<int>(value), static_cast<size_t>(bytes)); };
-  step.writes.emplace_back(address, address + bytes);
-  machine.queues[stream].push_back(step);
-}
-
-// `first` is done before what follows on `second`.
-void order(int64_t first, int64_t second) {
-  EmulatedSteps steps;
-  const auto event = steps.make_event();
-  steps.record(event, reinterpret_cast<EmulatedSteps::Stream>(first));
-  Step step;
-  step.event = event;
-  step.generation = machine.recorded[event];
-  step.waits = true;
-  machine.queues[second].push_back(step);
-}
-
 // Kernels from now on are calls of the function at an address; 0: this file carries them out.
 void carry_out_kernels(int64_t address) { machine.kernel = reinterpret_cast<Kernel>(address); }
 
@@ -284,12 +183,6 @@ int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, in
 #define BIND(name, ...) TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, (__VA_ARGS__));
 KVPOOL_ENGINE_CALLS(EmulatedSteps, BIND)
 BIND(play, play)
-BIND(leave_out, leave_out)
-BIND(enqueued, enqueued)
-BIND(conflicts, conflicts)
-BIND(fail_after, fail_after)
-BIND(fill, fill)
 BIND(carry_out_kernels, carry_out_kernels)
 BIND(forget, forget)
-BIND(order, order)
 BIND(count_copies, count_copies)
