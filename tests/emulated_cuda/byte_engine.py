@@ -48,12 +48,16 @@ def main(device, layout):
     os.environ["KVPOOL_PREFILL_READS_ROWS"] = "1"
     import sglang
 
+    from sgl_kvpool.layout import MLAKVCacheLayout
+
     root = Path(__file__).resolve().parents[2]
     prompts = json.loads((root / "tests/engine/goldens.json").read_text())["prompts"][:3]
     model = root / "sgl_kvpool/demo/byte_mla_python"
-    engine = sglang.Engine(
-        model_path=str(model), device=device, kv_cache_layout=layout, **COMMON, **ON[device]
-    )
+    options = COMMON | ON[device]
+    if device == "cuda" and not MLAKVCacheLayout.parse(layout).is_packed:
+        # `layer_major` rows have SGLang's own host tier there, whose kernels the device does not run.
+        options["kv_cache_arrangement"] = "page_major"
+    engine = sglang.Engine(model_path=str(model), device=device, kv_cache_layout=layout, **options)
 
     def ask(text, **more):
         return engine.generate(text, GREEDY, return_logprob=True, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ cuOccupancyMaxActiveClusters cuFuncGetAttribute
 """
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _DRIVER_VERSION = 13000
+#: Backends are in cycles with their buffers, half a gigabyte a test; Python collects by the number of objects.
+_COLLECTED_BYTES = 2 << 30
 
 
 def _driver_library() -> Path:
@@ -99,7 +102,10 @@ class Plugin:
         import torch
 
         from emulated_cuda import errors
+        from emulated_cuda.memory import ALLOCATOR
 
+        if ALLOCATOR.allocated_bytes > _COLLECTED_BYTES:
+            gc.collect()
         errors.taken()  # of a test that failed
         torch.cuda.synchronize()  # with its work
 

@@ -59,7 +59,7 @@ class Case:
             tensor.view(torch.uint8).fill_(0xFF)
         self.layer = RadixAttention(HEADS, RANK + ROPE, SCALE, 1, LAYER, v_head_dim=RANK)
         self.table = ReqToTokenPool(8, 1024, DEVICE, False)
-        generator = torch.Generator().manual_seed(7)
+        self.generator = generator = torch.Generator().manual_seed(7)
         slots = torch.randperm(used_pages * PAGE, generator=generator)[: sum(lengths)] + 1
         self.slots = [part.to(DEVICE) for part in slots.split(lengths)]
         self.keys = [
@@ -123,7 +123,7 @@ class Case:
 
     def inputs(self):
         keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
-        self.q = torch.randn(len(keys), HEADS, RANK + ROPE, device=DEVICE).bfloat16()
+        self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=self.generator).bfloat16().to(DEVICE)
         # As an absorbed core gives it: the result of a batched matrix product, transposed.
         q = self.q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1)
         ropes = {"q_rope": self.q[..., RANK:].contiguous(), "k_rope": keys[..., RANK:].contiguous()}
