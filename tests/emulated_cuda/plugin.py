@@ -28,7 +28,7 @@ cuOccupancyMaxActiveClusters cuFuncGetAttribute
 """
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _DRIVER_VERSION = 13000
-#: Backends are in cycles with their buffers, half a gigabyte a test; Python collects by the number of objects.
+#: Backends are in cycles with their buffers, half a gigabyte a test; Python counts objects, not bytes.
 _COLLECTED_BYTES = 2 << 30
 
 
