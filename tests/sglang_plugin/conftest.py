@@ -86,7 +86,14 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def resolve(monkeypatch):
-    """`resolve(model, *argv)`: the resolved ServerArgs of `sglang serve`, before processes start."""
+    """`resolve(model, *argv)`: the resolved ServerArgs of `sglang serve`, before processes start.
+
+    For "cuda", the resolution reads of a GPU only its capability, by default that of Hopper, and whether
+    the platform can snapshot states.
+    """
+    import torch
+    from sglang.srt.arg_groups import mamba_hook
+
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
     for name in (
         "KV_CACHE_LAYOUT",
@@ -108,7 +115,10 @@ def resolve(monkeypatch):
     load_plugins()
     before = snapshot_context()
 
-    def run(model, *argv, device="cpu"):
+    def run(model, *argv, device="cpu", capability=(9, 0)):
+        if device == "cuda":
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+            monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
         args = ["--model-path", model, "--device", device, "--mem-fraction-static", "0.3", *argv]
         server_args = prepare_server_args(args)
         server_args.resolve_once()
@@ -138,7 +148,6 @@ def configured(published, resolve, monkeypatch):
     """
     import torch
     from configurators import configurator
-    from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
@@ -148,8 +157,6 @@ def configured(published, resolve, monkeypatch):
     # All hook groups of a scheduler at once, because the tests build one model after the other.
     elsewhere = ("arguments", "model rules", "launcher", "commands")
     hook_groups.apply(group for group in hook_groups.GROUPS if group.name not in elsewhere)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     for module in (decode_verify, sparse):
         monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.sglang_plugin.options import LAYOUT, OPTIONS, arrangement_of, layout_of
+from sgl_kvpool.sglang_plugin.options import OPTIONS, arrangement_of, layout_of
 
 ENV = "KVPOOL_KV_CACHE_ARRANGEMENT"
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
@@ -49,18 +49,6 @@ def test_arrangement_auto_needs_no_layout(resolve, checkpoints):
 
 def test_nothing_resolved_is_layer_major():
     assert arrangement_of(SimpleNamespace()) is KVArrangement.LAYER_MAJOR
-
-
-def test_the_options_are_told_apart():
-    flags = ["--kv-cache-layout", "--kv-cache-arrangement", "--kv-host-layout", "--kv-host-engine"]
-    flags.append("--kv-host-sharing")
-    assert [option.flag for option in OPTIONS] == flags
-    words = ["KV cache layout", "KV cache arrangement", "KV host layout", "KV host engine"]
-    words.append("KV host sharing")
-    assert [option.words for option in OPTIONS] == words
-    for field in ("name", "env", "flag", "attribute", "help"):
-        assert len({getattr(option, field) for option in OPTIONS}) == len(OPTIONS)
-    assert LAYOUT.attribute == "_kvpool_kv_cache_layout"
 
 
 def test_demo_servers_do_not_inherit_the_variables_of_options():

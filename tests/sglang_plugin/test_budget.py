@@ -183,37 +183,6 @@ def test_page_buffers_on_a_gpu_are_charged(
         assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == tiers * expected
 
 
-@pytest.mark.parametrize(
-    ("heads", "charged"), [(2, 2 * 4 * 16 * 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)), (4096, 2 * 4 * (16 << 20))]
-)
-def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads, charged):
-    """Rows of the stage's MLA layers only; a buffer slot for states holds 16 of them, at most 16 MiB."""
-    from types import SimpleNamespace as Namespace
-
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
-
-    args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache")
-    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
-    # Layers 2 to 7: rows in 3 and 5, states in three linear layers.
-    states = Namespace(
-        layers=[0, 2, 4, 6, 8], dtype=Namespace(conv=torch.bfloat16, temporal=torch.float32),
-        shape=Namespace(conv=[(3, 48 * heads)], temporal=(heads, 16, 16)),
-    )  # fmt: skip
-    kvc = Namespace(
-        server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
-        layer_info=Namespace(start_layer=2, end_layer=8, num_effective_layers=6), spec_aux_config=None,
-        spec_algorithm=SpeculativeAlgorithm.NONE,
-        mambaish_config=Namespace(full_attention_layer_ids=[1, 3, 5, 9], mamba2_cache_params=states),
-    )  # fmt: skip
-    rows = 8 * 16 * 2 * 64 * 416
-    found = page_buffer_bytes(kvc, MLAKVCacheLayout.FP4)
-    assert found == rows + -(-charged // (8 * 256)) * 8 * 256
-
-
 @pytest.mark.parametrize("stage", [(0, 6), (2, 5)])
 @pytest.mark.parametrize(
     ("model", "part_bytes"),
@@ -264,7 +233,10 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
         ),
         spec_aux_config=None, spec_algorithm=SpeculativeAlgorithm.NONE,
     )  # fmt: skip
-    assert page_buffer_bytes(kvc, MLAKVCacheLayout.FP4) > 0
+    page_bytes = overrides.resolving_view(args).page_size * 416
+    rows = 8 * 16 * page_bytes * len([layer for layer in MLA_LAYERS if layer in range(*stage)])
+    states = gpu_engine.buffer_bytes(view.group.bytes_per_page)
+    assert page_buffer_bytes(kvc, MLAKVCacheLayout.FP4) == rows + states
     assert charged == [(view.group.bytes_per_page, view.largest_part_bytes)]
 
 

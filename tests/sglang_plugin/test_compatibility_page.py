@@ -51,12 +51,9 @@ ROWS = table()
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[1]}-{row[0]}" for row in ROWS])
-def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, monkeypatch, row, layout):
-    import torch
+def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, row, layout):
 
     _, device, argv, states, _ = row
-    # The resolution reads nothing else of a GPU.
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     arguments = ("--kv-cache-layout", layout, *argv)
     if states[layout] == "refused":
         with pytest.raises(ValueError, match="does not work with") as error:
@@ -69,11 +66,9 @@ def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, monke
         resolve(checkpoints["mla"], *arguments, device=device)
 
 
-def test_sglang_accepts_every_line_without_a_layout(resolve, checkpoints, monkeypatch):
+def test_sglang_accepts_every_line_without_a_layout(resolve, checkpoints):
     """SGLang accepts every line without a layout, so a refusal is due to the layout."""
-    import torch
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for _, device, argv, _, _ in ROWS:
         resolve(checkpoints["mla"], *argv, device=device)
 
@@ -95,10 +90,8 @@ def test_what_ran_or_was_tested_names_a_test_that_exists():
             assert any(f"def {function}(" in (ROOT / name).read_text() for name in named), function
 
 
-def test_dcp_is_refused_for_other_kinds_of_models(resolve, checkpoints, monkeypatch):
-    import torch
+def test_dcp_is_refused_for_other_kinds_of_models(resolve, checkpoints):
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for model in ("dsa", "kda"):
         for layout in LAYOUTS:
             argv = ("--kv-cache-layout", layout, "--tp-size", "2", "--dcp-size", "2")

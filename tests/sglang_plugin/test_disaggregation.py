@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from codec_oracle import LAYOUTS, NARROW, ROW_BYTES
+from codec_oracle import LAYOUTS, NARROW
 from managers import PAIRS, STRINGS, pool_of
 from pools import GUARD, LAYERS, START, device_pool, fill, rows
 from shown import SHOWN
@@ -241,28 +241,6 @@ def send(source, target, source_pages, target_pages):
     return len(runs)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_arrive_byte_for_byte(manager_of, layout, page_size):
-    there, here = (pool_of(layout, page_size=page_size, pages=pages) for pages in (9, 13))
-    source, target = manager_of("prefill", there), manager_of("decode", here)
-    page_bytes = page_size * ROW_BYTES[layout]
-    for manager, pages in ((source, 9), (target, 13)):
-        assert manager.kv_args.kv_item_lens == [page_bytes] * LAYERS
-        assert manager.kv_args.kv_data_lens == [page_bytes * pages] * LAYERS
-    fill(there, seed=page_size)
-    before = [layer.copy() for layer in rows(there)]
-    for layer in rows(here):
-        layer[...] = GUARD
-    from_pages, to_pages = [1, 2, 3, 8, 5, 7], [10, 11, 1, 2, 12, 4]
-    assert send(source, target, from_pages, to_pages) == 5  # runs of pages that are consecutive on both sides
-    for layer, sent, arrived in zip(range(LAYERS), before, rows(here), strict=True):
-        expected = np.full_like(arrived, GUARD)
-        expected[to_pages] = sent[from_pages]
-        assert np.array_equal(arrived, expected), layer
-        assert np.array_equal(rows(there)[layer], sent)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_of_a_prefill_server_fill_the_layers_of_a_decode_server(manager_of, layout):
     here = pool_of(layout, start_layer=0)
@@ -304,10 +282,3 @@ def test_every_transfer_engines_manager_is_hooked(engine):
     assert "super().__init__(args, disaggregation_mode, server_args, is_mla_backend)" in source
     assert "def try_ensure_parallel_info" not in source
     assert "def register_to_bootstrap" not in source
-
-
-def test_the_fake_engine_has_no_peer():
-    """Its manager has another base class, and transfers nothing."""
-    from sglang.srt.disaggregation.fake.conn import FakeKVManager
-
-    assert not hasattr(FakeKVManager, "try_ensure_parallel_info")

@@ -68,29 +68,6 @@ def factory(published, monkeypatch):
     return lambda runner, steps=3: draft_utils.DraftBackendFactory(runner, 1, steps)
 
 
-@pytest.mark.parametrize("named", [None, OURS])
-def test_steps_of_a_draft(factory, named):
-    draft = runner(named)
-    backend = factory(draft).create_decode_backend()
-    assert type(backend) is Steps
-    assert backend.arguments == ((draft, 1, 3), {})
-    for part in (backend, *backend.attn_backends):  # models read the name from both
-        assert part.prefill_attention_backend_str == part.decode_attention_backend_str == OURS
-    assert factory(draft, steps=1).create_decode_backend() is None
-
-
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_extending_a_draft(factory, monkeypatch, mode):
-    from sglang.srt.speculative import draft_utils
-
-    monkeypatch.setattr(draft_utils, "get_spec", lambda: SimpleNamespace(speculative_attention_mode=mode))
-    draft = runner()
-    backend = factory(draft).create_draft_extend_backend()
-    assert type(backend) is Backend
-    assert backend.arguments == ((draft,), {"skip_prefill": False})
-    assert backend.prefill_attention_backend_str == backend.decode_attention_backend_str == OURS
-
-
 def test_backends_that_were_named_are_sglangs(factory, monkeypatch):
     from sglang.srt.speculative import draft_utils
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from sgl_kvpool.commands.plan import ask
 
@@ -165,16 +164,6 @@ def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks)
     """
     kept = {"token_bytes": token_bytes, "index_bytes": 0, "draft_bytes": draft_bytes, "slot_bytes": 0}
     assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
-
-
-def test_heads_bytes_are_those_of_sglangs_pool():
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    pool = MHATokenToKVPool(
-        size=1024, page_size=64, dtype=torch.bfloat16, head_num=8, head_dim=128, layer_num=1, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
-    assert sum(pool.get_kv_size_bytes()) == (1024 + 64) * HEADS_BYTES
 
 
 def test_another_spelling_of_the_targets_folder_is_no_draft_of_its_own(folders):

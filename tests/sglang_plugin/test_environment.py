@@ -145,13 +145,3 @@ def test_doctor_reports_the_same(environment):
     assert old.startswith("SGL_KVPOOL_KV_CACHE_LAYOUT='fp4' is not a variable")
     assert "the nearest is KVPOOL_KV_CACHE_LAYOUT:" in old
     assert "the nearest is KVPOOL_KV_CACHE_ARRANGEMENT:" in misspelt
-
-
-def test_a_name_that_sglang_advises_is_the_users_own(environment):
-    """Without the SGL_ name from which SGLang copies it, the user wrote it."""
-    environment(SGLANG_KVPOOL_KV_CACHE_LAYOUT="fp4")
-    (problem,) = env.problems()
-    assert problem.startswith("SGLANG_KVPOOL_KV_CACHE_LAYOUT='fp4'")
-    environment(SGL_KVPOOL_KV_CACHE_LAYOUT="fp4")
-    (problem,) = env.problems()
-    assert problem.startswith("SGL_KVPOOL_KV_CACHE_LAYOUT='fp4'")

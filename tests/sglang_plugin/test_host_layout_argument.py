@@ -1,7 +1,6 @@
 """`--kv-host-layout` and `--kv-host-engine`: the ways to request them, and what is refused."""
 
 import pytest
-import torch
 from codec_oracle import HOST_LAYOUTS, ROW_BYTES
 
 HICACHE = "--enable-hierarchical-cache"
@@ -89,11 +88,8 @@ def test_what_the_server_says_of_itself(arranged):
         ("dsa-rank256", "fp8_block_scale", True),
     ],
 )
-def test_rows_of_sparse_models_that_are_not_converted(
-    resolve, checkpoints, monkeypatch, model, layout, refused
-):
+def test_rows_of_sparse_models_that_are_not_converted(resolve, checkpoints, model, layout, refused):
     """264 is not a multiple of the bytes that conversions load at once."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     argv = ("--kv-cache-layout", layout, HICACHE, "--kv-host-layout", "fp4")
     if not refused:
         assert resolve(checkpoints[model], *argv, device="cuda").enable_hierarchical_cache

@@ -76,13 +76,8 @@ def test_what_prevents_it_is_named(arranged, capfd, name):
     ("model", "named"),
     [("dsa", "a model with sparse attention"), ("kda", "a model with linear attention")],
 )
-def test_models_whose_ranks_keep_more_than_rows(resolve, checkpoints, monkeypatch, model, named):
-    import torch
-    from sglang.srt.arg_groups import mamba_hook
+def test_models_whose_ranks_keep_more_than_rows(resolve, checkpoints, model, named):
 
-    # SGLang's resolution reads this of a GPU.
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     argv = [checkpoints[model], "--kv-cache-layout", "bf16", HICACHE, *TWO_RANKS]
     assert sharing(resolve(*argv, device="cuda")) == "rank"
     with pytest.raises(ValueError, match=f"--kv-host-sharing node does not work with {named}"):
@@ -122,11 +117,8 @@ NOT_PACKED = {
 
 
 @pytest.fixture
-def drafted(resolve, checkpoints, monkeypatch):
+def drafted(resolve, checkpoints):
     """`drafted(case, ...)`: a resolved record of a server with two ranks, a host tier and drafts."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
     def run(case, *argv):
         layout, model, words = case

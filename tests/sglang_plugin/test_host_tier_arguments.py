@@ -33,23 +33,6 @@ def test_without_a_host_tier_or_without_a_layout_the_page_size_is_sglangs(arrang
     assert view(resolve(checkpoints["mla"], HICACHE)).page_size == 1
 
 
-@pytest.mark.parametrize(
-    ("argv", "found"),
-    [
-        (("--hicache-io-backend", "direct"), ("page_first_direct", "direct")),
-        (("--hicache-mem-layout", "page_first_direct"), ("page_first_direct", "direct")),
-        (
-            ("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"),
-            ("page_first_direct", "direct"),
-        ),
-        (("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"), ("page_first", "kernel")),
-    ],
-)
-def test_labels_and_io_backends_are_reconciled_by_sglang(arranged, argv, found):
-    decided = view(arranged("page_major", HICACHE, *argv, layout="fp4"))
-    assert (decided.hicache_mem_layout, decided.hicache_io_backend) == found
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("flag", "value", "remedy"),
@@ -74,8 +57,6 @@ def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy)
             for bad in ("0", "-2", "nan", "inf")
         ),
         (("--hicache-size", "-3"), "--hicache-size -3 is not a valid number of GB"),
-        (("--page-size", "0"), "--page-size 0 is not a valid number of tokens"),
-        (("--page-size", "-1"), "--page-size -1 is not a valid number of tokens"),
     ],
 )
 def test_invalid_numbers_are_refused(arranged, argv, text):

@@ -1,8 +1,4 @@
-"""Servers of models that mix MLA with linear attention: SGLang's resolution with a layout.
-
-The resolution reads only the GPU's compute capability and whether the platform can snapshot states; tests set
-both as on Hopper.
-"""
+"""Servers of models that mix MLA with linear attention: SGLang's resolution with a layout."""
 
 import pytest
 from codec_oracle import LAYOUTS
@@ -13,16 +9,11 @@ TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilela
 
 
 @pytest.fixture
-def serve(resolve, checkpoints, monkeypatch):
+def serve(resolve, checkpoints):
     """`serve(model, layout, argv)`: a resolving view of a server."""
-    import torch
-    from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.overrides import resolving_view
 
     def run(model, layout, *argv, device="cuda"):
-        if device == "cuda":
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-            monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
         asked = ("--kv-cache-layout", layout) if layout else ()
         return resolving_view(resolve(checkpoints[model], *asked, *argv, device=device))
 
@@ -139,15 +130,3 @@ def test_without_a_layout_nothing_changes(serve, model):
     assert (view.kv_cache_dtype, view.page_size) == ("auto", 1)
     assert view.attention_backend != "kvpool_mla"
     assert serve(model, None, HICACHE).page_size == 1
-
-
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [
-        ("--enable-unified-memory", "allocates a pool of its own"),
-        ("--enable-page-major-kv-layout", "allocates a pool of its own"),
-    ],
-)
-def test_pools_of_sglangs_for_hybrids(serve, flag, reason):
-    with pytest.raises(ValueError, match=f"{flag} does not work with --kv-cache-layout fp4: it {reason}"):
-        serve("kda", "fp4", flag)

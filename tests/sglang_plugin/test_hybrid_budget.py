@@ -93,19 +93,6 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
     assert pool.mamba_pool is states.mamba_pool
 
 
-def test_more_tokens_fit_and_states_stay(hooked):
-    """A narrower layout leaves the states as they are; tokens follow from the bytes of a row."""
-    tokens = {}
-    for layout in (None, *LAYOUTS):
-        kvc = hooked(layout)
-        rest = kvc._handle_max_mamba_cache(REST_GB)
-        sizes = sizes_of(kvc)
-        tokens[layout] = (int(rest * GB) - sizes._fixed_overhead_bytes) // sizes._cell_size
-    assert tokens[None] > tokens["bf16"]  # our attention needs a workspace
-    in_order = sorted(LAYOUTS, key=lambda layout: -ROWS[layout][0])
-    assert [tokens[layout] for layout in in_order] == sorted({tokens[layout] for layout in LAYOUTS})
-
-
 def test_sglang_as_it_is_keeps_its_pool(hooked):
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool

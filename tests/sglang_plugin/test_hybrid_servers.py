@@ -15,14 +15,9 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def view(resolve, models, monkeypatch):
+def view(resolve, models):
     """`view(name)`: a resolving view of the server of that name."""
-    import torch
-    from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.overrides import resolving_view
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
 
     def run(name):
         [_, model, *argv] = served.command(name, models[served.SERVERS[name][0]])

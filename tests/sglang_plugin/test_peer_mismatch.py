@@ -233,9 +233,7 @@ def test_a_prefill_server_whose_ranks_do_not_exist_is_bounded(
 @pytest.mark.parametrize(
     "sizes", [{"attn_tp_size": 10**9}, {"dp_size": 33, "pp_size": 16}, {"pp_size": -1}, {"dp_size": 2.5}]
 )
-def test_sizes_of_a_peer_decide_no_work(
-    manager_of, bootstrap, slow_peer, counted, caplog, monkeypatch, sizes
-):
+def test_sizes_of_a_peer_decide_no_work(manager_of, bootstrap, slow_peer, counted, caplog, sizes):
     prefill = manager_of("prefill", pool_of("fp8"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
     address, asked = slow_peer(prefill, 0.0, **sizes)

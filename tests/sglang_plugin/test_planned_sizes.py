@@ -1,4 +1,4 @@
-"""`sgl-kvpool plan` against SGLang's pool configurator in this process, and against hand arithmetic.
+"""`sgl-kvpool plan` against SGLang's pool configurator in this process.
 
 The planner's process answers for a GPU by itself; here SGLang's arguments are resolved with the patches of
 the other tests of this folder, and its KVCacheConfigurator is made without a model runner.
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from codec_oracle import OURS_ALONE, ROW_BYTES
+from codec_oracle import ROW_BYTES
+from configurators import sizes_of
 
 from sgl_kvpool.commands.plan import ask
 
@@ -20,12 +21,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
 NO_DRAFT = {"draft_bytes": 0}
 FRACTION = 0.8
-#: model: ranks, all layers, layers with rows, bytes per token besides rows.
-MODELS = {
-    "deepseek_v32": (8, 61, 61, 61 * 132),
-    "kimi_k2": (8, 61, 61, 0),
-    "kimi_linear": (4, 27, 7, 0),
-}
+#: model: ranks, layers.
+MODELS = {"deepseek_v32": (8, 61), "kimi_k2": (8, 61), "kimi_linear": (4, 27)}
 ROWS = {None: 1152, **ROW_BYTES}
 TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"]
 #: Bytes of a request in one linear layer on one of 4 ranks: three positions of q, k and v of 8 heads of 128
@@ -124,34 +121,14 @@ def test_sizes_are_those_of_sglangs_configurator(planned, sglang, model, layout)
     if kvc.mambaish_config is not None:
         rest = kvc._handle_max_mamba_cache(rest)
         assert found["state_slots"] == get_schedule().max_mamba_cache_size > 0
+        assert found["state_slot_bytes"] == 20 * STATE_BYTES
+    sizes = sizes_of(kvc)  # which the tests of budgets compare with hand arithmetic
+    assert (found["cell_bytes"], found["workspace_bytes"]) == (sizes._cell_size, sizes._fixed_overhead_bytes)
+    assert (found["caches"], found["ranks_per_node"]) == (1, MODELS[model][0])
     config = kvc.config_from_budget(int(rest * 2**30))
     assert found["tokens"] == config.max_total_num_tokens
     assert found["page_size"] == get_schedule().page_size
     assert found["max_running_requests"] == kvc.resolve_max_num_reqs(config.max_total_num_tokens)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ROWS)
-def test_sizes_by_hand(planned, model, layout):
-    found = planned[model, layout]
-    ranks, layers, with_rows, beside = MODELS[model]
-    cell = with_rows * ROWS[layout] + beside
-    assert found["cell_bytes"] == cell
-    available = int(rest_gib(model) * 2**30)
-    if model == "kimi_linear":
-        slot = (layers - with_rows) * STATE_BYTES
-        assert found["state_slot_bytes"] == slot
-        # SGLang gives 0.9 / 1.9 of the memory to states; one of their slots is padding.
-        slots = int(available * 0.9 / 1.9 / slot) - 1
-        assert abs(found["state_slots"] - slots) <= 1
-        available -= (found["state_slots"] + 1) * slot
-    assert abs(found["available_bytes"] - available) <= 64  # rounding of GiB in doubles
-    wanted = (found["available_bytes"] - found["workspace_bytes"]) // cell
-    assert found["tokens"] == wanted // found["page_size"] * found["page_size"]
-    # Our attention needs a workspace; for sparse attention, SGLang's kernels read all but the FP4 layouts.
-    ours = layout in OURS_ALONE if model == "deepseek_v32" else layout not in (None, "bf16")
-    assert (found["workspace_bytes"] > 0) == ours
-    assert (found["caches"], found["ranks_per_node"]) == (1, ranks)
 
 
 def test_the_heuristic_of_the_memory_fraction(planned):

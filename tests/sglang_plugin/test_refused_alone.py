@@ -51,34 +51,12 @@ def refused_by_arguments(done):
             "--kv-cache-layout 'fp5' is not a KV cache layout; choose one of: auto",
         ),
         ((), {"KVPOOL_KV_CACHE_LAYOUT": "int2"}, "KVPOOL_KV_CACHE_LAYOUT='int2' is not a KV cache layout;"),
-        (LAYOUT, {"KVPOOL_KV_CACHE_LAYOUT": "fp8"}, "the KV cache layout is 'fp4' as argument"),
         (
             (*LAYOUT, "--kv-host-layout", "fp4"),
             {},
             "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing",
         ),
-        (
-            ("--kv-cache-arrangement", "token_major"),
-            {},
-            "--kv-cache-arrangement token_major (or KVPOOL_KV_CACHE",
-        ),
-        (
-            ("--attention-backend", "kvpool_mla"),
-            {},
-            "--attention-backend kvpool_mla reads pools of sgl-kvpool",
-        ),
-        (("--kv-cache-layout", ""), {}, "--kv-cache-layout '' is not a KV cache layout; choose one of: auto"),
-        (
-            (*LAYOUT, "--kv-cache-dtype", "fp8_e5m2"),
-            {},
-            "--kv-cache-dtype 'fp8_e5m2' contradicts --kv-cache-layout fp4; leave it",
-        ),
         ((*LAYOUT, "--dcp-size", "2"), {}, "--dcp-size 2 does not work with --kv-cache-layout fp4"),
-        (
-            (*LAYOUT, "--max-total-tokens", "-5"),
-            {},
-            "--max-total-tokens -5 is not a valid number of tokens; give a whole number from 1",
-        ),
         (
             (*LAYOUT, "--page-size=-64"),
             {},
@@ -152,17 +130,7 @@ except ValueError as error:
             {},
             "kv_cache_layout=array(['fp4', 'x\\ny'], dtype='<U3') is not a KV cache layout; choose one",
         ),
-        (
-            "kv_cache_layout='fp4', kv_host_layout='fp4'",
-            {},
-            "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does",
-        ),
         ("kv_cache_layout='fp4', page_size=-64", {}, "--page-size -64 is not a valid number of tokens"),
-        (
-            "",
-            {"SGLANG_KVPOOL_KV_CACHE_LAYOUT": "fp4"},
-            "SGLANG_KVPOOL_KV_CACHE_LAYOUT='fp4' is not a variable",
-        ),
         ("", {"KVPOOL_FIX_TOPK": "perhaps"}, "KVPOOL_FIX_TOPK='perhaps' is neither yes"),
     ],
 )

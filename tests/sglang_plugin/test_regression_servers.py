@@ -41,12 +41,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def view(resolve, monkeypatch):
     """`view(arguments, environment)`: a resolving view of a server."""
-    import torch
-    from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.overrides import resolving_view
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
 
     def run(arguments, environment):
         flag, model, *argv = arguments

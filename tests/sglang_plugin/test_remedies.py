@@ -133,10 +133,8 @@ def ways_out(text, argv):
 @pytest.mark.parametrize(
     ("model", "layout", "argv"), CASES, ids=[f"{m} {x} {' '.join(a)}" for m, x, a in CASES]
 )
-def test_the_ways_out_of_a_refusal_are_accepted(resolve, checkpoints, monkeypatch, model, layout, argv):
-    import torch
+def test_the_ways_out_of_a_refusal_are_accepted(resolve, checkpoints, model, layout, argv):
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     start = ["--kv-cache-layout", layout, *argv]
     with pytest.raises(Refusal) as refused:
         resolve(checkpoints[model], *start, device="cuda")
@@ -148,14 +146,11 @@ def test_the_ways_out_of_a_refusal_are_accepted(resolve, checkpoints, monkeypatc
         resolve(checkpoints[model], *way, device="cuda")
 
 
-def test_what_gives_the_user_most_is_named_first(resolve, checkpoints, monkeypatch):
-    import torch
+def test_what_gives_the_user_most_is_named_first(resolve, checkpoints):
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-    def advice(model, layout, *argv):
+    def advice(model, layout, *argv, **gpu):
         with pytest.raises(Refusal) as refused:
-            resolve(checkpoints[model], "--kv-cache-layout", layout, *argv, device="cuda")
+            resolve(checkpoints[model], "--kv-cache-layout", layout, *argv, device="cuda", **gpu)
         return str(refused.value).rpartition("; ")[2]
 
     assert advice("dsa", "fp8").startswith("use --kv-cache-layout fp8_block_scale, or ")
@@ -169,5 +164,4 @@ def test_what_gives_the_user_most_is_named_first(resolve, checkpoints, monkeypat
         "leave it out, or use one of: kvpool_mla, flashmla, triton"
     )
     assert "flashmla" not in advice("mla", "fp8", "--attention-backend", "fa3", *EAGLE)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert advice("dsa", "fp8_block_scale").startswith("use --kv-cache-layout fp8, or ")
+    assert advice("dsa", "fp8_block_scale", capability=(10, 0)).startswith("use --kv-cache-layout fp8, or ")

@@ -8,7 +8,7 @@ from codec_oracle import LAYOUTS, PACKED
 from shown import SHOWN
 
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT, arrangement_of
+from sgl_kvpool.sglang_plugin.options import LAYOUT
 
 
 def view(server_args):
@@ -228,31 +228,6 @@ def test_a_record_resolved_without_the_plugin_is_refused():
 
     with pytest.raises(RuntimeError, match="resolved before SGLang's plugins were loaded"):
         require_decided(ServerArgs(model_path="dummy"))
-
-
-def test_copies_that_lost_the_layout_are_refused(resolve, checkpoints, monkeypatch):
-    """Resolution checks every option."""
-    import copy
-
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", "--kv-cache-arrangement", "token_major")
-    for option, value in ((LAYOUT, "fp4"), (ARRANGEMENT, "token_major")):
-        with pytest.raises(ValueError, match=f"does not record a {option.words}"):
-            copy.copy(args).resolve_once()
-        monkeypatch.setenv(option.env, value)
-    record = copy.copy(args)
-    record.resolve_once()
-    assert asked(record) == "fp4"
-    assert arrangement_of(record) == "token_major"
-
-
-@pytest.mark.parametrize("name", ["KVPOOL_CHECK_FINITE", "KVPOOL_PREFILL_READS_ROWS"])
-def test_flags_of_the_environment_are_looked_at_before_a_server_starts(
-    resolve, checkpoints, monkeypatch, name
-):
-    monkeypatch.setenv(name, "maybe")
-    for argv in (("--kv-cache-layout", "fp4"), ()):  # a variable of sgl-kvpool is a request by itself
-        with pytest.raises(ValueError, match=f"^{name}='maybe' is neither"):
-            resolve(checkpoints["mla"], *argv)
 
 
 def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeypatch):
