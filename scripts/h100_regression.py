@@ -4,7 +4,6 @@
     python scripts/h100_regression.py --first-light           nine minutes on a GPU: which kernels are correct
     python scripts/h100_regression.py --core                  steps that do not need SGLang
     python scripts/h100_regression.py                         also servers of small random models
-    python scripts/h100_regression.py --model PATH --tp 8     servers of a real checkpoint instead
     python scripts/h100_regression.py --compare old.jsonl     also exit 1 after a regression
     python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
 
@@ -19,9 +18,7 @@ This program has never been run on a GPU.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -51,13 +48,6 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
-
-
-def _count(text: str) -> int:
-    value = _positive(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(value)
 
 
 def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -92,10 +82,6 @@ def parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
-    model = made.add_argument_group("a real checkpoint")
-    model.add_argument("--model", help="folder of the checkpoint; served instead of the random models")
-    model.add_argument("--tp", type=_count, default=1, help="ranks that serve it (1)")
-    model.add_argument("--server-args", default="", help="more arguments of its servers, in one string")
     run = made.add_argument_group("how")
     run.add_argument("--out", type=Path, help="folder of results (DATE or first-light in regression-results)")
     run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
@@ -118,37 +104,20 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
     """
     if arguments.device == "cuda" and not machine.gpus:
         raise ValueError("--device cuda: torch sees no GPU; leave it out for the reduced form")
-    if arguments.core and arguments.model:
-        raise ValueError("--core starts no servers; leave out one of --core and --model")
     if arguments.first_light:
-        others = [name for name in ("core", "quick", "thorough", "model") if getattr(arguments, name)]
+        others = [name for name in ("core", "quick", "thorough") if getattr(arguments, name)]
         if others:
             raise ValueError(f"--first-light has steps of its own; leave out --{others[0]}")
         if not machine.gpus and arguments.device != "cpu":
             raise ValueError("--first-light: torch sees no GPU; --device cpu rehearses it without a GPU")
-    if arguments.model is None and arguments.server_args:
-        raise ValueError("--server-args needs --model")
-    if arguments.model is None and arguments.tp != 1:
-        raise ValueError(
-            f"--tp {arguments.tp} needs --model; servers of random models with two ranks: --only 'tp2-*'"
-        )
-    taken = ("core", "quick", "thorough", "layouts", "model", "tp", "time_limit_scale")
+    taken = ("core", "quick", "thorough", "layouts", "time_limit_scale")
     return Options(
         **{name: getattr(arguments, name) for name in taken},
         on_gpu=bool(machine.gpus) and arguments.device != "cpu",
         arrangements=arguments.arrangements or ARRANGEMENTS,
         arrangements_named=arguments.arrangements is not None,
-        server_arguments=tuple(shlex.split(arguments.server_args)),
         models=str(out / "models"),
     )
-
-
-def model_facts(path: str | None) -> dict[str, str] | None:
-    """Facts that identify a checkpoint."""
-    if path is None:
-        return None
-    config = (Path(path) / "config.json").read_bytes()
-    return {"name": Path(path).resolve().name, "config_sha256": hashlib.sha256(config).hexdigest()}
 
 
 def say(text: str) -> None:
@@ -194,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         facts = facts_of(machine, list(sys.argv[1:] if argv is None else argv))
         if not arguments.first_light:
-            shown = {name: getattr(options, name) for name in ("layouts", "core", "quick", "tp")}
-            facts |= {"options": shown, "model": model_facts(options.model)}
+            facts["options"] = {name: getattr(options, name) for name in ("layouts", "core", "quick")}
         results = Results(out, "first_light" if arguments.first_light else "report", facts, every)
     except OSError as error:
         made.error(f"{error.filename or 'a file'}: {error.strerror}")

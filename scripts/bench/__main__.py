@@ -16,12 +16,11 @@ BENCHMARKS = {
     "codec": "scripts.bench.codec:Codec",
     "attention": "scripts.bench.attention.benchmark:Attention",
     "transfer": "scripts.bench.transfer:Transfers",
-    "rates": "scripts.bench.rates.measure:Rates",
     "tiles": "scripts.bench.tiles.benchmark:Tiles",
     "host_attention": "scripts.bench.host_attention:HostAttention",
 }
-#: Benchmarks that run on a GPU unless --device says otherwise, and those of them with a dry run on a CPU.
-_ON_A_GPU, _DRY_RUNS = ("attention", "rates", "tiles"), ("attention", "tiles")
+#: Benchmarks that run on a GPU unless --device says otherwise; on a CPU they are a dry run.
+_ON_A_GPU = ("attention", "tiles")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known.add_argument("--device", default="cuda" if name in _ON_A_GPU else "cpu")
     device = known.parse_known_args(rest)[0].device
     if device == "cuda" and not {"-h", "--help"} & set(rest) and (problem := no_gpu()) is not None:
-        instead = "; --device cpu is a dry run" if name in _DRY_RUNS else ""
+        instead = "; --device cpu is a dry run" if name in _ON_A_GPU else ""
         known.exit(2, f"{known.prog}: error: {problem}{instead}\n")
     with progress(f"bench {name}: importing torch"):
         module, _, kind = BENCHMARKS[name].partition(":")

@@ -72,7 +72,7 @@ class Codec(Benchmark):
 
     schema = 2
 
-    def start(self, folder: Any) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         torch.set_num_threads(1)
         return machine()
 

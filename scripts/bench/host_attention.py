@@ -40,7 +40,7 @@ class HostAttention(Benchmark):
     schema = 2
     devices = ("cpu",)
 
-    def start(self, folder: Any) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         return machine()
 
     def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:

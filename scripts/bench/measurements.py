@@ -19,11 +19,8 @@ OURS = "kvpool"
 _FIELDS = (
     ("us", "us", "kernel_time", "lower"),
     ("*_submit_us", "us", "kernel_time", "lower"),
-    ("clocks_*", "clocks", "kernel_time", "lower"),
     ("gb_per_s", "GB/s", "kernel_time", "higher"),
     ("to_*_gb_per_s", "GB/s", "kernel_time", "higher"),
-    ("*_per_clock_and_sm", "", "kernel_time", "higher"),
-    ("*tflop_per_s", "TFLOP/s", "kernel_time", "higher"),
     ("*_model_step_ratio", "x", "kernel_ratio", "lower"),
     ("time_to_layer_major", "x", "kernel_ratio", "lower"),
     ("*_of_*cop*", "x", "kernel_ratio", "higher"),

@@ -10,7 +10,6 @@ import argparse
 import os
 import platform
 import sys
-import tempfile
 import time
 import traceback
 from collections import deque
@@ -64,10 +63,7 @@ class Benchmark:
         """Whether cases run in worker processes."""
         return self.on_gpu
 
-    def prepare(self, folder: Path) -> None:
-        """Write what the workers need to a temporary folder, once; OSError or RuntimeError if it fails."""
-
-    def start(self, folder: Path) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         """Prepare to measure, in the process that does; returns facts of the machine."""
         return {}
 
@@ -186,9 +182,9 @@ class _Run:
         print(line(row), flush=True)
         return self._new(self.benchmark.following(row, self.report.rows))
 
-    def here(self, folder: Path) -> str:
+    def here(self) -> str:
         """Run all cases in this process; returns why cases were left."""
-        left = deque(self.plan(self.benchmark.start(folder)))
+        left = deque(self.plan(self.benchmark.start()))
         while left and time.monotonic() < self.end:
             case, began = left.popleft(), time.monotonic()
             outcome = Outcome(case, result_of(self.benchmark, case), "", time.monotonic() - began)
@@ -226,10 +222,10 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _work(benchmark: Benchmark, folder: Path) -> int:
+def _work(benchmark: Benchmark) -> int:
     """A worker process."""
     sent = Jobs()
-    for case in sent.begin(benchmark.start(folder)):
+    for case in sent.begin(benchmark.start()):
         sent.answer(result_of(benchmark, case), usable=not cuda_is_broken())
     return 0
 
@@ -249,7 +245,7 @@ def _parser(kind: type[Benchmark], prog: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the results to this file after each case")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed, or none is met")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -258,8 +254,8 @@ def main(kind: type[Benchmark], argv: Sequence[str], prog: str) -> int:
     parser = _parser(kind, prog)
     arguments = parser.parse_args(argv)
     benchmark = kind(arguments)
-    if arguments.worker is not None:
-        return _work(benchmark, arguments.worker)
+    if arguments.worker:
+        return _work(benchmark)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     name, head = prog.split()[-1], commit()  # before results are written, which changes the checkout
@@ -272,13 +268,10 @@ def main(kind: type[Benchmark], argv: Sequence[str], prog: str) -> int:
     try:
         report = Report(arguments.json, facts, arguments.goes_on)
         run = _Run(benchmark, arguments, report)
-        with tempfile.TemporaryDirectory() as folder:
-            benchmark.prepare(Path(folder))
-            if benchmark.has_workers:
-                words = [name, *argv, "--worker", folder]
-                left = run.in_workers([sys.executable, "-m", "scripts.bench", *words])
-            else:
-                left = run.here(Path(folder))
+        if benchmark.has_workers:
+            left = run.in_workers([sys.executable, "-m", "scripts.bench", name, *argv, "--worker"])
+        else:
+            left = run.here()
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     rest = run.add_the_rest(left)

@@ -148,7 +148,7 @@ class Transfers(Benchmark):
     #: The first transfer, and SGLang's, compile.
     case_limit_s = 240.0
 
-    def start(self, folder: Any) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         if self.on_gpu:
             self._gpu = transfer_gpu.GpuTransfers(transfer_gpu.Gpu(), self.kept, quick=self.quick)
         return machine()

@@ -10,9 +10,6 @@ from scripts.kit.records import KINDS, Measurement, Run
 
 __all__ = ["Comparison", "compare"]
 
-#: Steps with the user's checkpoint, which may differ between two runs.
-_MODEL_STEPS = ("serve-model-", "host-model-")
-
 
 @dataclass
 class Comparison:
@@ -60,7 +57,6 @@ def compare(old: Run, new: Run) -> Comparison:
     """
     found = Comparison()
     speeds = _why_no_speeds(old.facts, new.facts)
-    other_model = _other_model(old.facts, new.facts)
     layouts = new.facts.get("options", {}).get("layouts")
     if not old.is_complete:
         found.remarks.append("the older run did not finish; metrics that it lacks are ignored")
@@ -74,9 +70,6 @@ def compare(old: Run, new: Run) -> Comparison:
             continue
         if step.status == "ok" and now.is_bad:
             found.regressions.append(f"{name}: was ok, {now.status}: {now.reason}")
-        if name.startswith(_MODEL_STEPS) and other_model:
-            found.not_compared[other_model] += count
-            continue
         values = {one.metric: one for one in now.measurements}
         for before in step.measurements:
             _one(found, name, before, values.get(before.metric), speeds, layouts)
@@ -135,10 +128,3 @@ def _why_no_speeds(old: dict[str, Any], new: dict[str, Any]) -> str:
     if old["gpu"] != new["gpu"]:
         return f"speeds of another GPU: {old['gpu']}, now {new['gpu']}"
     return ""
-
-
-def _other_model(old: dict[str, Any], new: dict[str, Any]) -> str:
-    before, now = old.get("model"), new.get("model")
-    if before is None or now is None or before["config_sha256"] == now["config_sha256"]:
-        return ""
-    return f"another checkpoint: {before['name']}, now {now['name']}"

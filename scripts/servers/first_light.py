@@ -39,7 +39,6 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
             "core", "every kernel against its reference", 135, f"{TESTS}mla_decode_gpu.py",
             f"{TESTS}codec_gpu.py", "--first", _COMPILES, "--then", f"{TESTS}transfer_gpu.py",
         ),
-        bench("rates", "rates of an SM per clock", 45, 35, "rates", "--continue", "--device", "cuda"),
         tiles(16, 55, 75) if on_gpu else tiles(2, 60, 150),
         quick("attention", "mla_decode beside FlashMLA, if it is installed", 65, 50, "--minutes", "0.8"),
         *([tiles(8, 35, 45), tiles(32, 35, 45)] if on_gpu else []),

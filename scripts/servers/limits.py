@@ -94,17 +94,6 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.05, 0.005, 0.96),
         },
     ),
-    # A real checkpoint: not measured yet. A trained model's distances are smaller than a random model's (as
-    # for the demo's), but many layers add up. To be replaced by results of the first checkpoint.
-    "model": _by_layout(
-        "LIMITS[model]",
-        {
-            _E.BF16: Limits(0.03, 0.0, 0.97),
-            _E.E4M3_BY_K_SCALE: Limits(0.10, 0.001, 0.94),
-            _E.E4M3_IN_TILES: Limits(0.08, 0.001, 0.95),
-            _E.E2M1_IN_BLOCKS: Limits(0.20, 0.005, 0.90),
-        },
-    ),
 }
 
 

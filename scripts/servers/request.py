@@ -20,8 +20,8 @@ PARTS = ("accuracy", "memory", "throughput", "hits")
 class Options:
     """The user's options.
 
-    `arrangements_named`: Whether the user named arrangements; otherwise a real checkpoint, and every model on
-      a CPU, is served only in `layer_major`.
+    `arrangements_named`: Whether the user named arrangements; otherwise the model on a CPU is served only in
+      `layer_major`.
     `models`: Folder for random checkpoints.
     `time_limit_scale`: Factor of the time limits of servers' starts. The runner scales the steps' limits.
     """
@@ -33,9 +33,6 @@ class Options:
     layouts: tuple[str, ...] = LAYOUTS
     arrangements: tuple[str, ...] = ARRANGEMENTS
     arrangements_named: bool = False
-    model: str | None = None
-    tp: int = 1
-    server_arguments: tuple[str, ...] = ()
     models: str = "models"
     time_limit_scale: float = 1.0
 

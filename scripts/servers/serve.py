@@ -86,10 +86,7 @@ class Asked:
 
     def accuracy(self, server: Server) -> None:
         """Score the prompts: each token is predicted from the text before it, whatever the server answers."""
-        self.answers.prompts = [
-            prompt if not isinstance(prompt, str) else server.post("/tokenize", prompt=prompt)["tokens"]
-            for prompt in self.request.load.prompts
-        ]
+        self.answers.prompts = list(self.request.load.prompts)
         self.answers.scores = score(server, self.answers.prompts)
         self.tell("perplexity", self.answers.scores.perplexity, "", "fact", "lower")
 
@@ -134,9 +131,7 @@ class Asked:
             said = re.search(r"KV cache layout \S+: (\d+) bytes per token and layer, (\d+) layers", log)
             if said is None:
                 raise ValueError("the server's log does not say how many bytes a row has")
-            fmt = MLAKVCacheLayout(self.request.layout).row_format(512, 64)
-            # The user's model may have another geometry, so its row size is reported without a limit.
-            exact = None if self.request.model == "model" else fmt.row_bytes
+            exact = MLAKVCacheLayout(self.request.layout).row_format(512, 64).row_bytes
             self.tell(
                 "bytes per token and layer", int(said[1]), "bytes", "size", "lower", at_least=exact,
                 at_most=exact,

@@ -1,16 +1,14 @@
-"""Served models and their arguments: small random models on a GPU, the demo's on a CPU, a real checkpoint.
+"""Served models and their arguments: small random models on a GPU, the demo's on a CPU.
 
 The random models' arguments follow tests/gpu/test_*server_gpu.py, with other sizes of batches and pools.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scripts import ROOT
 from scripts.kit.environment import Machine
@@ -18,7 +16,7 @@ from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.attention.readers import SGLANG_READERS
 from sgl_kvpool.attention.topk_transform import working_pairs
 
-__all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "model_shape", "random_shapes"]
+__all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "random_shapes"]
 
 LAYOUTS = tuple(layout.value for layout in MLAKVCacheLayout)
 ARRANGEMENTS = tuple(arrangement.value for arrangement in KVArrangement.of_rows())
@@ -40,7 +38,7 @@ _HOST_TIER = (
 class Load:
     """What servers of a model are asked.
 
-    `prompts`: Prompts that are scored for accuracy: lists of tokens, or texts.
+    `prompts`: Prompts that are scored for accuracy, lists of tokens.
     `vocabulary`: First and last token id of random prompts.
     `hit_tokens`: Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
     `concurrency`, `request_tokens`, `new_tokens`: For throughput: concurrent requests, prompt length, and
@@ -48,7 +46,7 @@ class Load:
     `is_sparse`: Whether the model has sparse attention (DSA).
     """
 
-    prompts: Sequence[Any]
+    prompts: Sequence[list[int]]
     vocabulary: Sequence[int] = (3, 511)
     hit_tokens: int = 1920
     concurrency: int = 16
@@ -64,8 +62,7 @@ class Shape:
     `name`: Name in steps and in `limits.LIMITS`.
     `path`: Path of the checkpoint; "{models}" in it is the run's folder of models.
     `arguments`: Arguments of every server.
-    `pool_tokens`: Size of the pool; None: SGLang chooses it, and a server has a host tier only if its step
-      requests it.
+    `pool_tokens`: Size of the pool, unless a step leaves it to SGLang.
     `stock`: Arguments of the peer without a layout.
     `by_layout`: More arguments, by layout.
     `arrangements`: Arrangements in which it can be served.
@@ -79,7 +76,7 @@ class Shape:
     path: str
     arguments: tuple[str, ...]
     load: Load
-    pool_tokens: int | None
+    pool_tokens: int
     stock: tuple[str, ...] = ()
     by_layout: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +97,7 @@ class Shape:
             found += [_LAYOUT, layout, *self.by_layout.get(layout, ())]
             if arrangement != "layer_major":
                 found += [_ARRANGEMENT, arrangement]
-        if capped and self.pool_tokens is not None:
+        if capped:
             found += ["--max-total-tokens", str(self.pool_tokens)]
         if host_tier:
             found += [*_HOST_TIER, "--hicache-ratio", "6"]
@@ -143,10 +140,6 @@ _SPARSE_PROMPTS = (tokens(0, 48), _LONG, _LONG[:2304] + tokens(2, 304), tokens(3
 #: without its last token: a prompt of 1920 tokens ends on a state that it may not use, and falls back to
 #: 1792. So the length exceeds a chunk and is not a multiple of a page.
 HYBRID_HIT_TOKENS = 1900
-#: Length for a checkpoint, more than SGLang's default chunk of 8192 tokens on Hopper.
-_HYBRID_MODEL_HIT_TOKENS = 10220
-#: Fields of a config.json of models in which some layers have states instead of rows.
-_HYBRID_FIELDS = ("linear_attn_config", "layer_group_size")  # Kimi-Linear and K3; Ring and Ling
 
 
 def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 1920) -> Shape:
@@ -238,57 +231,6 @@ def demo_shape() -> Shape:
         wait_s=540.0,
         on_cpu=True,
     )  # fmt: skip
-
-
-# ------------------------------------------------------- a real checkpoint
-
-
-def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Shape:
-    """Shape of the user's checkpoint.
-
-    ValueError: if the folder has no config.json.
-    """
-    from sgl_kvpool.demo.model import held_out_windows
-
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        raise ValueError(f"--model {path}: config.json is missing; give the folder of a checkpoint")
-    found = json.loads(config.read_text("utf-8"))
-    found = {**found, **found.get("text_config", {})}
-    windows = held_out_windows()
-    # Text, which the server tokenizes: 16 windows of 2048 characters, one per module.
-    texts = [a.text + b.text for a, b in zip(windows[::2], windows[1::2], strict=True)]
-    is_sparse = bool(found.get("index_topk"))
-    is_hybrid = any(found.get(name) for name in _HYBRID_FIELDS)
-    by_layout: Mapping[str, tuple[str, ...]] = {}
-    if not on_cpu:
-        # With BF16 rows of dense attention SGLang would choose another backend than with the other layouts.
-        by_layout = _PAIRED_ARGUMENTS if is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL)
-    shape = Shape(
-        name="model",
-        path=str(Path(path).resolve()),
-        arguments=_SEED_AND_PAGE,
-        load=Load(
-            texts, vocabulary=(100, int(found["vocab_size"]) - 1), concurrency=32, request_tokens=1024,
-            hit_tokens=_HYBRID_MODEL_HIT_TOKENS if is_hybrid else 8192, new_tokens=256, is_sparse=is_sparse,
-        ),
-        pool_tokens=None,
-        # The user's arguments come last, so that they replace ours.
-        stock=tuple(more),
-        by_layout={layout: (*by_layout.get(layout, ()), *more) for layout in LAYOUTS},
-        arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
-        wait_s=3600,
-        needs=_PAIRED_NEEDS if is_sparse and not on_cpu else {},
-    )  # fmt: skip
-    if on_cpu:  # served and asked like the demo's
-        demo = demo_shape()
-        load = replace(demo.load, prompts=texts, is_sparse=is_sparse)
-        shape = replace(
-            shape, arguments=demo.arguments, load=load, pool_tokens=demo.pool_tokens, wait_s=demo.wait_s,
-            on_cpu=True,
-        )  # fmt: skip
-    ranks = ("--tp-size", str(tp)) if tp > 1 else ()
-    return replace(shape, arguments=(*shape.arguments, *ranks))
 
 
 def write_checkpoint(module: str, shape: str, folder: Path) -> None:

@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import itertools
 import re
-import subprocess
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 from codec_oracle import LAYOUTS
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, quick, round_trip, slots_of
 
-from scripts.bench.rates.library import find_nvcc
+from sgl_kvpool import compiler
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
@@ -320,7 +319,7 @@ def test_rates_of_the_link(device):
 @pytest.mark.quick
 def test_batches_are_used_where_cuda_has_them():
     """From CUDA 12.8 on, of headers, runtime and driver (`has_batches` of csrc/cuda_steps.cuh)."""
-    nvcc = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    nvcc = compiler._version(str(compiler._cuda_home() / "bin" / "nvcc"))
     driver = ctypes.c_int()
     assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver)) == 0
     versions = {

@@ -35,15 +35,15 @@ GOOD = Measurement("answer", 42.0, "s", "fact")
 def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     steps = first_light_steps(ONLY_TORCH, on_gpu=True)
     assert [step.name for step in steps] == [
-        *("tests-core", "rates", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "codec-quick"),
+        *("tests-core", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "codec-quick"),
         "transfer-quick",
     ]
     assert [ONLY_TORCH.missing(step.needs) or step.without for step in steps] == [""] * len(steps)
     assert all(0 < step.expected_s < step.limit_s for step in steps)
     # What hangs is ended after at most 30 s more.
     assert sum(step.limit_s for step in steps) <= MINUTES * 60 <= 9 * 60 - 30
-    # Results of the tests, the rates and the tiles of 16 heads are there after four minutes.
-    assert sum(step.expected_s for step in steps[:3]) < 4 * 60
+    # Results of the tests and the tiles of 16 heads are there after three minutes.
+    assert sum(step.expected_s for step in steps[:2]) < 3 * 60
 
 
 def test_the_tests_it_names_are_there():
@@ -60,7 +60,7 @@ def test_a_rehearsal_on_the_cpu_skips_what_needs_a_gpu(machine):
     reasons = {step.name: step.without or machine.missing(step.needs) for step in steps}
     skipped = {name: why for name, why in reasons.items() if why}
     reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
-    assert skipped == {"tests-core": reason, "rates": reason}
+    assert skipped == {"tests-core": reason}
     assert all(step.name in skipped or "cuda" not in step.command for step in steps)
 
 
@@ -69,7 +69,7 @@ def test_a_rehearsal_on_the_cpu_skips_what_needs_a_gpu(machine):
     [
         (["--first-light"], "torch sees no GPU; --device cpu rehearses it without a GPU"),
         (["--first-light", "--device", "cpu", "--core"], "has steps of its own; leave out --core"),
-        (["--first-light", "--device", "cpu", "--only", "rate"], "no step has such a name"),
+        (["--first-light", "--device", "cpu", "--only", "tile"], "no step has such a name"),
     ],
 )
 def test_refusals(argv, why, capsys):
@@ -297,36 +297,16 @@ def tile_row(
     return {"job": job, "status": "measured", "us": us, "graph_us": us, **more}
 
 
-def rate(what, status="measured", *, found=None, **job):
-    return {"job": {"what": what, **job}, "status": status, **(found or {})}
-
-
-def rates_rows():
-    clocks = {"name": "m64n16k16, SS", "clocks_per_product_of_the_sm": 8.0}
-    return [
-        rate("peaks", found={"copy_gb_per_s": 3010.5, "matmul_tflop_per_s": 790.0}),
-        rate("instructions", op=0, found={"name": "lop3", "instructions_per_clock_and_sm": 63.9}),
-        rate("subnormals", found={"name": "bf16 subnormals", "A in registers": True}),
-        rate("products", n=16, kind=1, sums=1, warp_groups=2, found=clocks),
-        rate("gather", row_bytes=416, how=0, order=2, per_sm=1, found={"us": 700.0, "gb_per_s": 1000.0}),
-        rate("gather", "failed", row_bytes=576, how=0, order=2, per_sm=1, found={"reason": "hung"}),
-    ]
-
-
 @pytest.fixture
 def light(tmp_path, monkeypatch):
     """A run as on a GPU, with the files of its steps and another table than decode_config.py's."""
     present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
     present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
     monkeypatch.setattr(tile_table, "table", lambda kernel="gluon": iter(present))
-    steps = [
-        Step(name, name, (), 1, measurements)
-        for name in ("tests-core", "rates", "tiles-16", "attention-quick")
-    ]
+    steps = [Step(name, name, (), 1, measurements) for name in ("tests-core", "tiles-16", "attention-quick")]
     facts = {**FACTS, "gpu": "NVIDIA H100 80GB HBM3", "commit": "c" * 40}
     found = Results(tmp_path, "first_light", facts, steps)
     written = {
-        "rates": {"device": "cuda", "wrong": ["576: hung"], "results": rates_rows()},
         "tiles-16": {
             "device": "cuda",
             "wrong": ["fp8, triton"],
@@ -379,14 +359,8 @@ def test_the_page(light, monkeypatch):
     assert "4 splits take 0.85 of the time of the rule's 2" in text
 
 
-def test_measurements_of_rates_and_tiles(light):
-    steps = light.out / "steps"
-    found = {one.metric: one for one in of_benchmark(steps / "rates")}
-    assert len(found) == len(of_benchmark(steps / "rates")) == 1 + 1 + 1 + 1 + 2 + 1 + 2
-    assert found["what=instructions op=0: instructions_per_clock_and_sm"].value == 63.9
-    product = found["what=products n=16 kind=1 sums=1 warp_groups=2: clocks_per_product_of_the_sm"]
-    assert (product.value, product.better) == (8.0, "lower")
-    assert found["wrong or failed results"].passed is False
-    found = {one.metric: one for one in of_benchmark(steps / "tiles-16")}
+def test_measurements_of_tiles(light):
+    found = {one.metric: one for one in of_benchmark(light.out / "steps" / "tiles-16")}
     assert sum(one.unit == "us" for one in found.values()) == 5
+    assert found["wrong or failed results"].passed is False
     assert found["wrong or failed results"].note == "fp8, triton"

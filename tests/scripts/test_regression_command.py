@@ -97,7 +97,6 @@ def test_a_step_that_fails_fails_the_run(tmp_path):
     [
         (["--minutes", "x"], "argument --minutes: x is not a positive number"),
         (["--core", "--only", "codec-quick", "--out", "{file}"], "{file}: File exists"),
-        (["--core", "--tp", "1.5"], "argument --tp: 1.5 is not a whole number"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, words, said):

@@ -13,20 +13,18 @@ import test_server_gpu
 
 from scripts.kit.environment import OPTIONAL_MODULES, Machine
 from scripts.servers.request import Request
-from scripts.servers.shapes import RANDOM_SHAPES, random_shapes, write_checkpoint
+from scripts.servers.shapes import random_shapes, write_checkpoint
 from scripts.servers.steps import Options, all_steps
 
 MACHINE = Machine(("NVIDIA H100",) * 2, frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True)
 
 
-def servers(**options):
-    """Name of a step -> the `Request` of its server."""
-    steps = all_steps(MACHINE, Options(models="MODELS", **options))
-    texts = {step.name: step.files.get("request.json") for step in steps}
-    return {name: Request.from_json(text) for name, text in texts.items() if text is not None}
-
-
-STEPS = servers()
+#: Name of a step -> the `Request` of its server.
+STEPS = {
+    step.name: Request.from_json(step.files["request.json"])
+    for step in all_steps(MACHINE, Options(models="MODELS"))
+    if "request.json" in step.files
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +80,6 @@ def test_every_server_of_a_random_model_is_accepted(name, view, models):
     assert longest + 32 < found.context_length
     if found.max_total_tokens is not None:
         check_eviction(request, found)
-
-
-@pytest.mark.parametrize("shape", RANDOM_SHAPES)
-def test_every_server_of_a_checkpoint_is_accepted(shape, view, models):
-    """As for `--model FOLDER --tp 2` with all arrangements; the folder has a random model."""
-    requests = servers(model=str(models / shape), tp=2, arrangements_named=True)
-    assert {name.partition("-")[0] for name in requests} == {"serve", "host"}
-    for name, request in requests.items():
-        found = view(request.arguments, request.environment)
-        assert found.attention_backend in backends(request.layout, shape == "v32"), name
-        assert (found.page_size, found.tp_size) == (64, 2), name
-        assert found.enable_hierarchical_cache is name.startswith("host"), name
-        assert (found.max_total_tokens is None) is name.startswith("serve"), name
-        if found.max_total_tokens is not None:
-            check_eviction(request, found)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ class Attention(MeasuredAttention):
     case_limit_s = 240.0
     minutes = 8.0
 
-    def start(self, folder: Any) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         self.device = CudaDevice() if self.on_gpu else CpuDevice()
         self.runners = runners()
         self._missing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Clocks, memory and peaks of the device that attention is measured on."""
+"""Clocks and memory of the device that attention is measured on."""
 
 from __future__ import annotations
 
@@ -80,18 +80,6 @@ class CudaDevice:
         times = [self._one_us(replay) for _ in range(rounds)]
         return statistics.median(times) / len(repeated), replay
 
-    def peaks(self) -> dict[str, float]:
-        """Rates of a copy of 2 GiB, read and written, and of a product of 8192 x 8192 matrices."""
-        n = 8192
-        source = torch.ones(2 << 30, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=self.device) for _ in range(2))
-        c = torch.empty_like(a)
-        return {
-            "copy_gb_per_s": round(2 * source.nbytes / self._peak_us(lambda: target.copy_(source)) / 1e3, 1),
-            "matmul_tflop_per_s": round(2 * n**3 / self._peak_us(lambda: torch.mm(a, b, out=c)) / 1e6, 1),
-        }
-
     def facts(self) -> dict[str, Any]:
         return {
             "device": self.properties.name,
@@ -101,11 +89,6 @@ class CudaDevice:
             "cuda": torch.version.cuda,
             "driver": driver_facts(f"GPU-{self.properties.uuid}"),
         }
-
-    def _peak_us(self, call: Call) -> float:
-        for _ in range(3):
-            call()
-        return statistics.median(self._one_us(call) for _ in range(20))
 
     def _rounds(self, us: float) -> int:
         return max(self._min_rounds, min(100, int(self._seconds / max(us, 1.0) * 1e6)))
@@ -139,9 +122,6 @@ class CpuDevice:
 
     def graph_us(self, calls: Sequence[Call]) -> None:
         """None: a CPU has no graphs."""
-
-    def peaks(self) -> dict[str, float]:
-        return {"copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
 
     def facts(self) -> dict[str, Any]:
         return {"device": "cpu", "machine": platform.machine(), "threads": torch.get_num_threads()}

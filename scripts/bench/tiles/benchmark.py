@@ -72,7 +72,7 @@ class Tiles(MeasuredAttention):
     def heads(self) -> tuple[int, ...]:
         return HEADS if self.on_gpu else CPU_HEADS
 
-    def start(self, folder: Any) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         if not self.on_gpu:
             os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, by the first launch
             self.device = CpuDevice(rounds=1)

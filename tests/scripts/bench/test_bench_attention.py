@@ -46,7 +46,7 @@ class Fake(Runner):
 def measured(result=lambda call: call(), device=None, case=CASE, **options):
     """The row of the smallest dense workload."""
     bench = Attention(Namespace(quick=False, device="cpu"))
-    bench.start(None)
+    bench.start()
     bench.device = device or CpuDevice(rounds=1)
     bench.runners["kvpool"] = Fake(result, **options)
     return result_of(bench, case)
@@ -119,7 +119,7 @@ def test_times_in_a_graph_are_checked_too():
 
 def test_our_kernel_is_right_on_every_workload_and_layout():
     bench = Attention(Namespace(quick=False, device="cpu"))
-    bench.start(None)
+    bench.start()
     ours = [case for case in cases(CPU_GRID) if case["runner"] == "kvpool"]
     assert {case["layout"] for case in ours} == {layout.value for layout in MLAKVCacheLayout}
     assert {case["kind"] for case in ours} == {"dense", "sparse", "whole_pool"}
@@ -160,10 +160,7 @@ def test_top_k_lists():
 @pytest.mark.parametrize("layout", [layout.value for layout in MLAKVCacheLayout])
 def test_a_measurement_on_a_gpu(layout):
     bench = Attention(Namespace(quick=False, device="cuda"))
-    bench.start(None)
-    peaks = bench.device.peaks()
-    assert 1e2 < peaks["copy_gb_per_s"] < 2e4
-    assert 1e1 < peaks["matmul_tflop_per_s"] < 1e4
+    bench.start()
     case = {"runner": "kvpool", "layout": layout, **Workload("dense", 16, 4, 1024, 1024).as_case()}
     row = result_of(bench, case)
     assert row["status"] == "measured", row
