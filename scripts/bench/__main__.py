@@ -17,7 +17,6 @@ BENCHMARKS = {
     "attention": "scripts.bench.attention.benchmark:Attention",
     "transfer": "scripts.bench.transfer:Transfers",
     "tiles": "scripts.bench.tiles.benchmark:Tiles",
-    "host_attention": "scripts.bench.host_attention:HostAttention",
 }
 #: Benchmarks that run on a GPU unless --device says otherwise; on a CPU they are a dry run.
 _ON_A_GPU = ("attention", "tiles")

@@ -100,13 +100,6 @@ def bytes_table() -> str:
     return markdown(titles, lines)
 
 
-def rope_table() -> str:
-    """The byte model with latent, rotary values or both in 4 bits."""
-    found = [one for one in _rows("rope_cpu") if one["difference"] is not None]
-    lines = [[one["latent"], one["rotary"], _change(one)] for one in found]
-    return markdown(["latent", "rotary values", "perplexity"], lines)
-
-
 # -------------------------------------------------------------------- benchmarks.md
 
 
@@ -121,11 +114,6 @@ def cpu_table() -> str:
     for operation, text in CODEC.items():
         rows = [one for one in _rows("codec_xeon") if one["operation"] == operation]
         add(text, rows, lambda one: _percent(one["ratio_to_copy"]))
-    attention = _rows("host_attention_cpu")
-    text = "time of one decode layer over the same rows in a pool 100 times as large"
-    add(text, attention, lambda one: f"{one['large_over_small']:.2f}x")
-    text = "the same layer, beside decoding the whole large pool"
-    add(text, attention, lambda one: f"1/{one['whole_over_rows']:.0f}")
     for arrangement in KVArrangement.of_rows():
         rows = [one for one in _rows("transfer_xeon") if one.get("arrangement") == arrangement.value]
         add(
@@ -149,7 +137,7 @@ def conversions_table() -> str:
     return markdown(["host \\ device", *(f"`{one}`" for one in devices)], lines)
 
 
-_ACCURACY = {"llm": llm_table, "errors": errors_table, "bytes": bytes_table, "rope": rope_table}
+_ACCURACY = {"llm": llm_table, "errors": errors_table, "bytes": bytes_table}
 #: Tables by page.
 PAGES = {
     DOCS / "accuracy.md": _ACCURACY,

@@ -1,41 +1,51 @@
 """Decode on the CPU costs time for the rows referred to, not for the pool."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import statistics
+import time
 
 import pytest
+import torch
 
+from sgl_kvpool.attention.cpu import Request, RowReader
+from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
+REQUESTS, CONTEXT, SLOTS, FACTOR = 4, 256, 2048, 100
 #: Other work on the machine raises a ratio for as long as it lasts; a cost in proportion to the pool shows in
 #: every run.
 RUNS = 3
 
 
-def ratios(report):
-    """Time with the large pool over that with the small one, medians of interleaved runs, by layout."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.bench", "host_attention", "--quick", "--json", report],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(report.read_text())["results"]
-    return {row["job"]["layout"]: row["large_over_small"] for row in results}
+def seconds(call):
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
-def test_a_pool_100_times_larger_costs_the_same(tmp_path):
+@pytest.mark.parametrize("layout", list(MLAKVCacheLayout), ids=str)
+def test_a_pool_100_times_larger_costs_the_same(layout):
     """A cost in proportion to the pool would show as a ratio near 100."""
+    fmt = layout.row_format(512, 64)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(SLOTS, 576, generator=generator).bfloat16()
+    small = encode_rows(values[:, :512], values[:, 512:], fmt)
+    large = small.repeat(FACTOR, 1)
+    reader = RowReader(fmt)
+    plan = reader.plan([Request(i, 1, CONTEXT - 1, i * CONTEXT, CONTEXT) for i in range(REQUESTS)])
+    ids = torch.randperm(SLOTS, generator=generator)[: REQUESTS * CONTEXT]
+    q = torch.randn(REQUESTS, 16, 576, generator=generator)
     seen = []
     for _ in range(RUNS):
-        seen.append(ratios(tmp_path / "report.json"))
-        assert list(seen[-1]) == [layout.value for layout in MLAKVCacheLayout]
-        if all(min(found[layout] for found in seen) < 5 for layout in seen[-1]):
+        times = [
+            # The same number of rows, spread over the whole large pool.
+            [
+                seconds(lambda: reader.attend(q, small, ids, plan, 0.04)),
+                seconds(lambda: reader.attend(q, large, ids * FACTOR, plan, 0.04)),
+            ]
+            for _ in range(9)
+        ]
+        of_small, of_large = (statistics.median(column) for column in zip(*times, strict=True))
+        seen.append(of_large / of_small)
+        if min(seen) < 5:
             return
-    pytest.fail(f"times with the large pool over those with the small one in {RUNS} runs: {seen}")
+    pytest.fail(f"time with the large pool over that with the small one in {RUNS} runs: {seen}")
