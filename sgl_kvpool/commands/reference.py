@@ -135,11 +135,12 @@ def _form(layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str) -> str
 
 
 def _hooks() -> _Rows:
-    """Hooks: functions of SGLang that the plugin changes. A server applies the hook groups that it uses."""
+    """Hooks: functions of SGLang that the plugin changes; their docstrings say more."""
     yield "group", "function", "change"
     for group in GROUPS:
         for target, hook in sorted(group.declared.hooks.items()):
-            yield group.name, _code(".".join(target.split(".")[-2:])), " ".join((hook.__doc__ or "").split())
+            change, _, _ = " ".join((hook.__doc__ or "").split()).partition(". ")
+            yield group.name, _code(".".join(target.split(".")[-2:])), change.removesuffix(".")
 
 
 def page() -> str:
