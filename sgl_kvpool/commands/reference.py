@@ -75,6 +75,7 @@ def _events(key: str, events: dict[str, Event]) -> _Rows:
 def _features() -> _Rows:
     """Refused features: a server with these arguments does not start."""
     yield "argument", "refused", "why"
+    found: dict[tuple[str, str], list[str]] = {}
     for group, scope in (
         (features.LAYOUT_FEATURES, "with every layout"),
         (features.BACKEND_FEATURES, f"with `{KVPOOL_BACKEND}`"),
@@ -84,9 +85,12 @@ def _features() -> _Rows:
         for one in group:
             where = scope if not one.in_shared_buffers else "with `token_major`, `page_major`"
             devices = f" on {', '.join(one.devices)}" if one.devices else ""
-            yield f"{_code(one.flag)} {one.values}".strip(), where + devices, one.reason
+            flags = found.setdefault((where + devices, one.reason), [])
+            flags.append(f"{_code(one.flag)} {one.values}".strip())
     for name, reason in UNSHOWN_ALGORITHMS.items():
-        yield _code(f"--speculative-algorithm {name}"), f"with `{KVPOOL_BACKEND}`", reason
+        flags = found.setdefault((f"with `{KVPOOL_BACKEND}`", reason), [])
+        flags.append(_code(f"--speculative-algorithm {name}"))
+    yield from ((", ".join(flags), *rest) for rest, flags in found.items())
 
 
 def _backends() -> _Rows:
