@@ -41,10 +41,6 @@ SCHEMA = 2
 MEANS_NOTHING = 3
 #: Names in `in_server.breakages`, which is not imported here because it imports torch.
 BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
-#: Seconds that a server of the demo's model takes on two idle cores besides its traffic: for its start and
-#: the start of the cold run; for checks and cold run, per second of traffic; and the maximum for checks and
-#: cold run, since a cold run sends every prompt once.
-_STARTS_S, _CHECKS_PER_S, _CHECKS_AT_MOST_S = 90, 2.3, 180
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -122,16 +118,12 @@ def show(record: dict[str, Any]) -> None:
 
 
 def announcement(legs: Sequence[Leg], minutes: float) -> str:
-    """Text with the planned servers and the estimated time."""
-    traffic_s = 60 * minutes / len(legs)
-    text = (
-        f"servers {', '.join(leg.name for leg in legs)}, one after the other, {traffic_s:.0f} s of traffic "
-        "on each; then each is started again without caches, to compare"
+    """Text with the planned servers."""
+    return (
+        f"servers {', '.join(leg.name for leg in legs)}, one after the other, "
+        f"{60 * minutes / len(legs):.0f} s of traffic on each; then each is started again without caches, to "
+        "compare, which takes longer than the traffic"
     )
-    if legs[0].model is not None:
-        return f"{text}. The time of starts and checks comes on top; it depends on the model"
-    seconds = len(legs) * (_STARTS_S + traffic_s + min(_CHECKS_PER_S * traffic_s, _CHECKS_AT_MOST_S))
-    return f"{text}. About {math.ceil(seconds / 60)} minutes in all on two idle cores"
 
 
 def main() -> int:

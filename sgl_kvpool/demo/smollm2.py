@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM
 
-#: Prose of Python's documentation, which ``scripts/write_english_text.py`` wrote; its licence is
-#: ``byte_mla_python/LICENSE-held-out.txt``.
+#: Prose of Python 3.11.7's language reference, then of its library's docstrings, each paragraph once; its
+#: licence is ``byte_mla_python/LICENSE-held-out.txt``.
 ENGLISH = Path(__file__).parent / "english.txt"
 #: Package with the weights, and the command that installs it without its dependencies (an LLM runtime that
 #: takes minutes to compile).

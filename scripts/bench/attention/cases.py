@@ -13,9 +13,9 @@ from sgl_kvpool.layout import Encoding
 __all__ = ["CPU_GRID", "FP4_LAYOUTS", "GPU_GRID", "PAGE_SIZE", "PEERS", "Grid", "Workload", "cases"]
 
 PAGE_SIZE = 64
-#: Peers for dense lists and for top-k lists. All attend BF16 rows, except the last two for top-k lists.
-DENSE_PEERS = ("sglang_triton", "flashinfer", "flashinfer_page64", "flashmla")
-SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8", "gather_flashmla")
+#: Peers for dense lists and for top-k lists. All attend BF16 rows, except the last for top-k lists.
+DENSE_PEERS = ("sglang_triton", "flashinfer", "flashmla")
+SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8")
 #: The peer that dequantises the whole pool, then attends BF16 rows.
 WHOLE_POOL_PEER = "sglang_fp4"
 PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
@@ -25,7 +25,6 @@ FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Enco
 #: Layout of the rows that a peer attends; BF16 for peers that are not listed.
 _LAYOUT_OF_PEER = {
     "flashmla_sparse_fp8": MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE,
-    "gather_flashmla": MLAKVCacheLayout.FP4,
 }
 
 

@@ -1,7 +1,6 @@
 """Peers of `mla_decode`: kernels of SGLang, FlashInfer and FlashMLA, called as SGLang 0.5.23 calls them.
 
-Calls that SGLang does not make: `flashinfer_page64` (pages of 64 tokens), `gather_flashmla`, and
-`sglang_triton` and `flashinfer` over top-k lists.
+SGLang does not call `sglang_triton` and `flashinfer` over top-k lists.
 Everything that SGLang prepares once per step (splits, plans, schedules, page tables) is prepared before the
 clock starts. All peers are optional: a peer that cannot be imported or run is reported with the reason.
 """
@@ -21,7 +20,6 @@ from scripts.bench.measurements import OURS
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_config
-from sgl_kvpool.codec import gather_rows
 
 __all__ = ["Prepared", "Runner", "runners"]
 
@@ -169,45 +167,34 @@ class SglangFp4(SglangTriton):
 
 
 class Flashinfer(Runner):
-    """`BatchMLAPagedAttentionWrapper`; SGLang plans it with pages of one token.
-
-    `page_size`: Tokens per page in the plan.
-    """
+    """`BatchMLAPagedAttentionWrapper`, planned with pages of one token, as SGLang does."""
 
     _WORKSPACE_BYTES = 128 << 20
-
-    def __init__(self, page_size: int = 1) -> None:
-        self.page_size = page_size
 
     def load(self, device: Any) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         self.wrapper = BatchMLAPagedAttentionWrapper
 
-    def refusal(self, workload: Workload) -> str | None:
-        return "top-k rows are not pages" if workload.kind == "sparse" and self.page_size > 1 else None
-
     def prepare(self, problem: Problem) -> Prepared:
         w, where = problem.workload, problem.q.device
-        lists = problem.kv_indices if self.page_size == 1 else problem.page_tables
-        per_list = lists.shape[2]
         room = torch.empty(self._WORKSPACE_BYTES, dtype=torch.uint8, device=where)
         q_starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * w.queries_per_list
-        starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * per_list
+        starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * w.rows_per_list
         lengths = torch.full((w.batch,), w.rows_per_list, dtype=torch.int32, device=where)
         q = problem.q[..., :RANK], problem.q[..., RANK:]
-        rows = problem.pool.view(torch.bfloat16).view(-1, self.page_size, RANK + ROPE)
+        rows = _bf16(problem)
         cache = rows[..., :RANK], rows[..., RANK:]
         out = problem.new_out()
         calls = []
-        for pages in lists.flatten(1):
+        for rows_of in problem.kv_indices.flatten(1):
             wrapper = self.wrapper(
                 room, use_cuda_graph=True, qo_indptr=q_starts.clone(), kv_indptr=starts.clone(),
-                kv_indices=pages.clone(), kv_len_arr=lengths.clone(), backend="auto",
+                kv_indices=rows_of.clone(), kv_len_arr=lengths.clone(), backend="auto",
             )  # fmt: skip
             wrapper.plan(
-                qo_indptr=q_starts, kv_indptr=starts, kv_indices=pages, kv_len_arr=lengths, num_heads=w.heads,
-                head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=self.page_size,
+                qo_indptr=q_starts, kv_indptr=starts, kv_indices=rows_of, kv_len_arr=lengths,
+                num_heads=w.heads, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=1,
                 causal=w.queries_per_list > 1, sm_scale=SCALE, q_data_type=torch.bfloat16,
                 kv_data_type=torch.bfloat16,
             )  # fmt: skip
@@ -275,41 +262,14 @@ class FlashmlaSparseFp8(Flashmla):
         return Prepared(self.scheduled(call, problem.kv_indices), [], problem, {"padded_heads": padded})
 
 
-class GatherFlashmla(FlashmlaSparseFp8):
-    """Alternative to our kernel on FP4 rows: gather and decode a batch's rows, then run FlashMLA over them.
-
-    The keys are 16-bit; the keys of a query are contiguous.
-    """
-
-    def prepare(self, problem: Problem) -> Prepared:
-        w, where = problem.workload, problem.q.device
-        padded = 64 if w.heads <= 64 else 128
-        q = problem.q.new_zeros(w.batch, padded, RANK + ROPE)
-        q[:, : w.heads] = problem.q
-        keys = torch.empty(w.batch * w.rows_per_list, RANK + ROPE, dtype=torch.bfloat16, device=where)
-        places = torch.arange(len(keys), dtype=torch.int32, device=where).view(w.batch, 1, w.rows_per_list)
-
-        def call(indices: torch.Tensor) -> torch.Tensor:
-            gather_rows(problem.pool, indices.reshape(-1), problem.fmt, out=keys)
-            out, _, _ = self.module.flash_mla_sparse_fwd(
-                q, keys[:, None], places, SCALE, d_v=RANK, use_legacy=True
-            )
-            return out[:, : w.heads]
-
-        calls = [lambda ids=ids: call(ids) for ids in problem.kv_indices]
-        return Prepared(calls, [keys], problem, {"padded_heads": padded, "workspace_bytes": keys.nbytes})
-
-
 def runners() -> dict[str, Runner]:
     """All runners by name; their kernels are imported by `load`."""
     return {
         OURS: Kvpool(),
         "sglang_triton": SglangTriton(),
         "flashinfer": Flashinfer(),
-        "flashinfer_page64": Flashinfer(PAGE_SIZE),
         "flashmla": Flashmla(),
         "flashmla_sparse_fp8": FlashmlaSparseFp8(),
-        "gather_flashmla": GatherFlashmla(),
         "sglang_fp4": SglangFp4(),
     }
 
