@@ -56,7 +56,6 @@ def test_hidden_gpus(driver, monkeypatch, visible, hidden):
     "words",
     [
         "sgl_kvpool warmup --device cuda",
-        "scripts.bench rates",
         "scripts.bench attention",
         "scripts.bench tiles",
         "scripts.bench transfer --device=cuda",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -44,14 +43,6 @@ def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     assert sum(step.limit_s for step in steps) <= MINUTES * 60 <= 9 * 60 - 30
     # Results of the tests and the tiles of 16 heads are there after three minutes.
     assert sum(step.expected_s for step in steps[:2]) < 3 * 60
-
-
-def test_the_tests_it_names_are_there():
-    words = first_light_steps(ONLY_TORCH, on_gpu=True)[0].command
-    names = [word.partition("::") for word in words if word.startswith("tests/gpu/")]
-    assert len(names) == 4
-    for file, _, test in names:
-        assert f"def {test}" in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize("machine", [Machine(modules=ONLY_TORCH.modules), ONLY_TORCH])
@@ -179,19 +170,6 @@ def test_a_step_that_was_cut_short_keeps_what_it_found_when_the_next_run_has_no_
     _, found = go(tmp_path, slow, minutes=1e-9)
     assert statuses(found) == {"slow": "timed out"}
     assert found["steps"][0]["measurements"][0]["metric"] == "answer"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_interrupted(tmp_path, number):
-    """The step that runs is ended; what was found before is written, and the rest is run the next time."""
-    slow = step("slow", f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(600)")
-    status, found = go(tmp_path, good("first"), slow, good("last"))
-    assert status == 128 + number
-    assert statuses(found) == {"first": "ok", "slow": "interrupted", "last": "skipped"}
-    assert f"slow interrupted: by {number.name}" in (tmp_path / "first_light.txt").read_text()
-    status, found = go(tmp_path, good("first"), good("slow"), good("last"))
-    assert (status, runs(tmp_path, "first")) == (0, 1)
-    assert set(statuses(found).values()) == {"ok"}
 
 
 @pytest.mark.parametrize(("name", "value"), [("sources_sha256", "1" * 64), ("gpu", "NVIDIA H100")])

@@ -13,7 +13,7 @@ from scripts.h100_regression import in_all, main
 from scripts.kit import environment
 from scripts.kit.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from scripts.kit.records import read_run
-from scripts.kit.runner import in_words
+from scripts.servers.first_light import first_light_steps
 from scripts.servers.limits import LIMITS
 from scripts.servers.questions import Hits, full_hit
 from scripts.servers.request import PARTS, Request
@@ -40,10 +40,15 @@ def request(step):
 
 @pytest.mark.parametrize("machine", [EVERYTHING, NO_GPU])
 def test_files_that_steps_name_exist(machine):
-    words = [word for step in steps(machine, thorough=True).values() for word in step.command]
-    files = [word.partition("::")[0] for word in words if str(word).startswith(("tests/", "scripts/"))]
-    assert len(files) > 3
-    assert [file for file in files if not (ROOT / file).is_file()] == []
+    every = [
+        *all_steps(machine, Options(thorough=True)),
+        *first_light_steps(machine, on_gpu=bool(machine.gpus)),
+    ]
+    words = [word for step in every for word in step.command]
+    named = [word.partition("::") for word in words if str(word).startswith(("tests/", "scripts/"))]
+    assert len(named) > 3
+    for file, _, test in named:
+        assert not test or f"def {test}" in (ROOT / file).read_text()
 
 
 def test_core_needs_torch_triton_and_what_its_tests_import():
@@ -200,14 +205,6 @@ def test_the_list_shows_durations_and_no_limits(capsys):
     assert " 45 s  a dry run" in lines["attention-quick"]
     assert "300 s" not in "".join(lines.values())
     assert lines["4"] == "4 steps, about 3 min in all; --minutes ends a run earlier"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (750, "12 min"), (3600, "1 h 0 min"), (12150, "3 h 22 min")],
-)
-def test_durations_in_words(seconds, words):
-    assert in_words(seconds) == words
 
 
 def test_every_shape_and_layout_has_limits():

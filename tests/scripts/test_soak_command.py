@@ -69,15 +69,6 @@ def test_nohup_keeps_it_from_a_hangup():
     assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        soak.parse(["--help"])
-    assert ended.value.code == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "None" not in printed
-    assert "servers by name (all)" in printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

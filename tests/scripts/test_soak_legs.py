@@ -14,12 +14,6 @@ from sgl_kvpool.demo.server import ServerFailed
 TEXT = list(range(9500))  # as many tokens as a real tokenizer makes of the text that is shipped
 
 
-def shared(one, other):
-    """Tokens that two prompts have in common at their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def test_a_text_too_short_is_lengthened_by_its_own_windows():
     longer = soak_prompts.lengthened(TEXT, 40_000)
     assert longer == soak_prompts.lengthened(TEXT, 40_000)
@@ -31,10 +25,6 @@ def test_a_text_too_short_is_lengthened_by_its_own_windows():
     assert len(set(copies)) == len(copies)
 
 
-def test_a_long_text_stays_as_it_is():
-    assert soak_prompts.lengthened(TEXT, len(TEXT)) == TEXT
-
-
 def test_prompts_of_a_short_text_fill_the_pool():
     prompts = soak_prompts.make_prompts(TEXT, 8192, 64, 6 * 8192, seed=0)
     assert [prompt.token_ids for prompt in prompts] == [
@@ -42,16 +32,6 @@ def test_prompts_of_a_short_text_fill_the_pool():
     ]
     assert sum(len(prompt.token_ids) for prompt in prompts) >= 6 * 8192
     assert max(len(prompt.token_ids) for prompt in prompts) > 8192 // 2
-
-
-def test_copies_of_a_window_are_all_that_lengthening_lets_prompts_share():
-    longer = soak_prompts.lengthened(TEXT, 16384)
-    window = soak_prompts._WINDOW_TOKENS
-    again = {token: at for at, token in enumerate(longer) if at >= len(TEXT)}
-    for token in (0, 255, 256, 1000):
-        common = shared(longer[token:], longer[again[token] :])
-        # Two windows that follow each other in the text may do so in a copy too, which is rare.
-        assert common <= 2 * window
 
 
 def test_an_empty_text_is_refused():
