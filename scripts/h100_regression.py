@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from scripts.servers.compare import compare
 from scripts.servers.first_light import MINUTES, first_light_steps
 from scripts.servers.request import Options
 from scripts.servers.results import Results
-from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS
+from scripts.servers.shapes import LAYOUTS
 from scripts.servers.steps import all_steps, choose
 
 HOPPER = [9, 0]
@@ -50,16 +50,12 @@ def _positive(text: str) -> float:
     return value
 
 
-def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Type of a list of some of the allowed names, which keeps their order."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        found = text.split(",")
-        if set(found) - set(allowed):
-            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(allowed)}")
-        return tuple(name for name in allowed if name in found)
-
-    return parse
+def _layouts(text: str) -> tuple[str, ...]:
+    """Some of the layouts, in their order."""
+    found = text.split(",")
+    if set(found) - set(LAYOUTS):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(LAYOUTS)}")
+    return tuple(name for name in LAYOUTS if name in found)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,10 +71,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
     what.add_argument(
-        "--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="layouts to serve, separated by commas"
-    )
-    what.add_argument(
-        "--arrangements", type=_names(ARRANGEMENTS), help="arrangements to serve, separated by commas"
+        "--layouts", type=_layouts, default=LAYOUTS, help="layouts to serve, separated by commas"
     )
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
@@ -114,8 +107,6 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
     return Options(
         **{name: getattr(arguments, name) for name in taken},
         on_gpu=bool(machine.gpus) and arguments.device != "cpu",
-        arrangements=arguments.arrangements or ARRANGEMENTS,
-        arrangements_named=arguments.arrangements is not None,
         models=str(out / "models"),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.servers.shapes import ARRANGEMENTS, LAYOUTS, Load, tokens
+from scripts.servers.shapes import LAYOUTS, Load, tokens
 from sgl_kvpool.demo.measure import Scores
 
 __all__ = ["PARTS", "Answers", "Options", "Request"]
@@ -20,8 +20,6 @@ PARTS = ("accuracy", "memory", "throughput", "hits")
 class Options:
     """The user's options.
 
-    `arrangements_named`: Whether the user named arrangements; otherwise the model on a CPU is served only in
-      `layer_major`.
     `models`: Folder for random checkpoints.
     `time_limit_scale`: Factor of the time limits of servers' starts. The runner scales the steps' limits.
     """
@@ -31,8 +29,6 @@ class Options:
     thorough: bool = False
     on_gpu: bool = True
     layouts: tuple[str, ...] = LAYOUTS
-    arrangements: tuple[str, ...] = ARRANGEMENTS
-    arrangements_named: bool = False
     models: str = "models"
     time_limit_scale: float = 1.0
 

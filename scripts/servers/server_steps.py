@@ -68,17 +68,10 @@ def _writing(shape: Shape, options: Options) -> Step:
     )
 
 
-def _arrangements(shape: Shape, options: Options) -> Sequence[str]:
-    """Requested arrangements that the shape supports; on a CPU by default only `layer_major`."""
-    if shape.on_cpu and not options.arrangements_named:
-        return ("layer_major",)
-    return [name for name in options.arrangements if name in shape.arrangements]
-
-
 def _all_served(shape: Shape, options: Options) -> list[Step]:
     """Steps of a shape; stock SGLang and bf16 rows come first, since the others are compared with them."""
     pairs = [(None, "layer_major"), (BASELINE, "layer_major")]
-    for arrangement in _arrangements(shape, options):
+    for arrangement in shape.arrangements:
         pairs += [(layout, arrangement) for layout in options.layouts]
     return [_served(shape, options, *pair) for pair in dict.fromkeys(pairs)]
 
@@ -112,7 +105,7 @@ def _served(
         peers = {} if layout is None else {"stock": _name(prefix, shape, None)}
         if layout not in (None, BASELINE) or arrangement != "layer_major":
             peers[BASELINE] = _name(prefix, shape, BASELINE)
-        if arrangement != "layer_major" and "layer_major" in _arrangements(shape, options):
+        if arrangement != "layer_major":
             peers["layer_major"] = _name(prefix, shape, layout)
     host_tier = capped and _has_host_tier(shape, layout)
     request = Request(

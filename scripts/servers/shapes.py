@@ -228,6 +228,7 @@ def demo_shape() -> Shape:
             vocabulary=(32, 126), hit_tokens=960, concurrency=4, request_tokens=128, new_tokens=32,
         ),
         pool_tokens=4096,
+        arrangements=("layer_major",),
         wait_s=540.0,
         on_cpu=True,
     )  # fmt: skip

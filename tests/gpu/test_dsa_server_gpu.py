@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import random_deepseek
-from codec_oracle import LAYOUTS, OURS_ALONE, by_latent
+from codec_oracle import LAYOUTS, OURS_ALONE
 from test_server_gpu import (
     EAGER,
     GREEDY,
@@ -29,6 +29,7 @@ from test_server_gpu import (
     tokens,
 )  # fmt: skip
 
+from scripts.servers.limits import LIMITS
 from sgl_kvpool.demo.server import Server, free_port
 
 pytestmark = SERVED
@@ -75,14 +76,10 @@ SERVERS = {
 }
 #: Every layout without drafts.
 SINGLE = [*(layout for layout in LAYOUTS if layout != "fp4"), "fp8_block_scale-mixed", "fp4-mixed"]
-#: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
-#: its index keys rounded to e4m3, its latents encoded and decoded, is 0.035 (`fp8`), 0.031
-#: (`fp8_block_scale`) and 0.112 (`fp4`) away with prompts of 48, 2608, 2608 and 2112 tokens (GLM-5's shape
-#: with at most 640: 0.029, 0.027, 0.081), and in float32 instead of bfloat16 0.009. tilelang rounds queries
-#: to e4m3 too.
-NEAR = by_latent({"bf16": 0.02, "e4m3 / k_scale": 0.15, "e4m3 in tiles": 0.07, "e2m1": 0.20})
+#: Each server against BF16 rows: largest mean distance of log-probabilities.
+NEAR = {layout: one.near for layout, one in LIMITS["v32"].items()}
 #: And the smallest: below it another layout was served, or rows were not read.
-FAR = by_latent({"bf16": 0.0, "e4m3 / k_scale": 0.02, "e4m3 in tiles": 0.02, "e2m1": 0.05})
+FAR = {layout: one.far for layout, one in LIMITS["v32"].items()}
 
 SHARED = tokens(1, 2608)
 #: The third begins like the second (a prefix hit); the first is shorter than what is selected. Last chunks

@@ -8,7 +8,6 @@ their arguments on a CPU.
 
 import pytest
 import random_hybrid
-from codec_oracle import by_latent
 from test_server_gpu import (
     EAGER,
     GREEDY,
@@ -27,6 +26,7 @@ from test_server_gpu import (
     tokens,
 )  # fmt: skip
 
+from scripts.servers.limits import LIMITS
 from sgl_kvpool.demo.server import Server, free_port
 
 pytestmark = SERVED
@@ -68,11 +68,8 @@ SERVERS = {
     "lightning-fp4-mtp": ("lightning", (LAYOUT, "fp4", *KVPOOL, *MTP)),
 }
 MODELS = ("kimi", "lightning")
-#: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in torch, its
-#: rows encoded and decoded, is 0.03 (`fp8`), 0.03 (`fp8_block_scale`) and 0.09 (`fp4`) away, without rows
-#: 1.0, and Kimi in float32 instead of bfloat16 0.02: rounding in the layers without rows hides the rounding
-#: of FP8 rows.
-NEAR = by_latent({"bf16": 0.05, "e4m3 / k_scale": 0.08, "e4m3 in tiles": 0.08, "e2m1": 0.2})
+#: Each server against BF16 rows: largest mean distance of log-probabilities.
+NEAR = {layout: one.near for layout, one in LIMITS["kimi"].items()}
 
 SHARED = tokens(1, 600)
 #: Unequal lengths; the third begins like the second, up to the end of a chunk (a prefix hit).

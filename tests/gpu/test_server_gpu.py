@@ -8,8 +8,9 @@ import random
 import pytest
 import random_deepseek
 import torch
-from codec_oracle import LAYOUTS, by_latent
+from codec_oracle import LAYOUTS
 
+from scripts.servers.limits import LIMITS
 from sgl_kvpool.demo.server import Server, free_port
 
 #: Marks of tests of servers.
@@ -58,10 +59,8 @@ SERVERS = {
     "kimi-stock": ("kimi_k2", ("--attention-backend", "triton")),
     "kimi-fp4": ("kimi_k2", (LAYOUT, "fp4")),
 }
-#: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
-#: its latents encoded and decoded, is 0.054 (`fp8`), 0.055 (`fp8_block_scale`) and 0.146 (`fp4`) away, and in
-#: float32 instead of bfloat16 0.014. A rope in e4m3 beside FP4 latents adds 0.001 to the distance of `fp4`.
-NEAR = by_latent({"bf16": 0.03, "e4m3 / k_scale": 0.10, "e4m3 in tiles": 0.10, "e2m1": 0.25})
+#: Each server against BF16 rows: largest mean distance of log-probabilities.
+NEAR = {layout: one.near for layout, one in LIMITS["v3"].items()}
 #: Largest difference in log-probability at the first position where two servers' tokens differ (`parting`):
 #: FP4 rows of DeepSeek-V3.2's shape change log-probabilities by at most 0.63 at 99 of 100 positions. One in
 #: fifty random tokens is within this margin of the most likely one.

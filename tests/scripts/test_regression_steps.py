@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -142,7 +141,7 @@ def test_tests_below_the_server_need_hypothesis():
 
 
 def test_layouts_bring_what_they_are_compared_with():
-    names = [n for n in steps(layouts=("fp4",), arrangements=("layer_major",)) if n.startswith("serve-v3-")]
+    names = [n for n in steps(layouts=("fp4",)) if n.startswith("serve-v3-") and "_major" not in n]
     assert names == ["serve-v3-stock", "serve-v3-bf16", "serve-v3-fp4"]
     chosen = choose(list(steps().values()), ["serve-kimi-fp4-token_major"])
     assert [step.name for step in chosen] == [
@@ -324,14 +323,3 @@ def test_facts_of_a_run():
     assert found["versions"]["sgl-kvpool"]
     assert found["gpu"] is None
     json.dumps(found, allow_nan=False)
-
-
-def test_limits_of_the_random_models_are_those_of_the_tests_on_a_gpu():
-    sys.path.insert(0, str(Path(ROOT) / "tests" / "gpu"))
-    import test_dsa_server_gpu
-    import test_hybrid_server_gpu
-    import test_server_gpu
-
-    tests = {"v3": test_server_gpu, "v32": test_dsa_server_gpu, "kimi": test_hybrid_server_gpu}
-    for name, module in tests.items():
-        assert {layout: one.near for layout, one in LIMITS[name].items()} == module.NEAR

@@ -105,15 +105,14 @@ def test_time_that_is_spent_and_results_that_are_wrong(tmp_path, monkeypatch, ca
     assert "relative error" in found.note
 
 
-def test_a_target_that_is_missed_fails_a_check(monkeypatch, capsys):
+def test_a_target_that_is_missed_is_said(monkeypatch, capsys):
     from scripts.bench import codec
 
     argv = ["codec", "--quick", "--only", "layout=bf16", "--only", "operation=gather"]
     key = (codec.Encoding.BF16, "gather")
-    for target, missed in ((1e-9, 0), (1e9, 1)):
+    for target in (1e-9, 1e9):
         monkeypatch.setitem(codec.CPU_TARGETS, key, target)
         assert main(argv) == 0
-        assert main([*argv, "--check"]) == missed
     assert "missed       layout=bf16 operation=gather tokens=16384, at least 1000000000.0 of a copy" in (
         capsys.readouterr().out
     )
