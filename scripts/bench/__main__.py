@@ -1,4 +1,4 @@
-"""The benchmarks, each imported when it runs: `python -m scripts.bench codec --help`."""
+"""The benchmarks, and tests, each imported when it runs: `python -m scripts.bench codec --help`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ BENCHMARKS = {
     "attention": "scripts.bench.attention.benchmark:Attention",
     "transfer": "scripts.bench.transfer:Transfers",
     "tiles": "scripts.bench.tiles.benchmark:Tiles",
+    "tests": "scripts.bench.tests:Tests",
 }
 #: Benchmarks that run on a GPU unless --device says otherwise; on a CPU they are a dry run.
 _ON_A_GPU = ("attention", "tiles")

@@ -57,11 +57,12 @@ def measurements(folder: Path) -> list[Measurement]:
         kind = "fact" if on_cpu else "target"
         found.append(Measurement(f"target: {one['target']}, {one['need']}", value, "", kind, note=note))
     measured = sum(row["status"] == "measured" and is_ours(row["job"]) for row in rows)
-    wrong = report.get("wrong", ())
+    wrong, left = report.get("wrong", ()), report.get("left", 0)
     # Fewer results of a run that was cut off are no regression.
     kind = "fact" if any(row["status"] == "not run" for row in rows) else "count"
     return [
         *found,
+        *([Measurement("cases not reached", left, "cases", "fact")] if left else []),
         Measurement("measured results", measured, "results", kind, at_least=1),
         Measurement(
             "wrong or failed results", len(wrong), "results", "count", "lower", at_most=0,

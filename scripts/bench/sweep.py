@@ -47,12 +47,18 @@ class Benchmark:
     `schema`: Increased when rows change.
     `devices`: What --device may be, its default first.
     `case_limit_s`, `minutes`: Time limits of a case and of all, the latter by default.
+    `side_by_side`: Whether several workers measure at the same time.
     """
 
     schema: ClassVar[int] = 1
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     case_limit_s: ClassVar[float] = 60.0
     minutes: ClassVar[float] = float("inf")
+    side_by_side: ClassVar[bool] = False
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Define arguments of its own."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.quick, self.on_gpu = arguments.quick, arguments.device == "cuda"
@@ -62,6 +68,10 @@ class Benchmark:
     def has_workers(self) -> bool:
         """Whether cases run in worker processes."""
         return self.on_gpu
+
+    def session(self, body: Callable[[], Any]) -> Any:
+        """Run what measures, in the process that does, and return its result."""
+        return body()
 
     def start(self) -> dict[str, Any]:
         """Prepare to measure, in the process that does; returns facts of the machine."""
@@ -153,6 +163,8 @@ class _Run:
         self.minutes = arguments.minutes
         self.end = time.monotonic() + 60 * self.minutes
         self.planned: list[Case] = []
+        #: Planned cases that have not ended, in case the run is killed.
+        report.facts["left"] = 0
 
     def wanted(self, cases: Sequence[Case]) -> list[Case]:
         """Cases that pass the filters and have no row. ValueError if none passes."""
@@ -169,6 +181,7 @@ class _Run:
             if not self.report.has(case) and not self.benchmark.is_ruled_out(case, self.report.rows)
         ]
         self.planned += found
+        self.report.facts["left"] += len(found)
         return found
 
     def plan(self, machine: dict[str, Any]) -> list[Case]:
@@ -178,6 +191,7 @@ class _Run:
     def ended(self, outcome: Outcome) -> list[Case]:
         row = {"job": outcome.job, **(outcome.value or {"status": "failed", "reason": outcome.failure})}
         self.report.facts["wrong"] = self.benchmark.wrong([*self.report.rows, row])
+        self.report.facts["left"] -= 1
         self.report.add(row)
         print(line(row), flush=True)
         return self._new(self.benchmark.following(row, self.report.rows))
@@ -197,12 +211,15 @@ class _Run:
         limit_s = self.benchmark.case_limit_s
         checks = self.wanted(self.benchmark.checks())
         go = partial(run_jobs, command, ended=self.ended, end=self.end)
-        return go(checks, workers=many, job_limit_s=2 * limit_s) or go(self.plan, job_limit_s=limit_s)
+        count = many if self.benchmark.side_by_side else 1
+        left = go(checks, workers=many, job_limit_s=2 * limit_s)
+        return left or go(self.plan, workers=count, job_limit_s=limit_s)
 
     def add_the_rest(self, left: str) -> int:
         """Add a row for each case that was not run; returns their number."""
         reason = left or f"the {self.minutes:g} minutes were spent"
         rest = [case for case in self.planned if not self.report.has(case)]
+        self.report.facts["left"] = 0
         for case in rest:
             self.report.add({"job": case, "status": "not run", "reason": reason})
         return len(rest)
@@ -222,9 +239,8 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _work(benchmark: Benchmark) -> int:
+def _work(benchmark: Benchmark, sent: Jobs) -> int:
     """A worker process."""
-    sent = Jobs()
     for case in sent.begin(benchmark.start()):
         sent.answer(result_of(benchmark, case), usable=not cuda_is_broken())
     return 0
@@ -245,6 +261,7 @@ def _parser(kind: type[Benchmark], prog: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the results to this file after each case")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    kind.add_arguments(parser)
     return parser
 
 
@@ -254,7 +271,7 @@ def main(kind: type[Benchmark], argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     benchmark = kind(arguments)
     if arguments.worker:
-        return _work(benchmark)
+        return benchmark.session(partial(_work, benchmark, Jobs()))
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     name, head = prog.split()[-1], commit()  # before results are written, which changes the checkout
@@ -270,7 +287,7 @@ def main(kind: type[Benchmark], argv: Sequence[str], prog: str) -> int:
         if benchmark.has_workers:
             left = run.in_workers([sys.executable, "-m", "scripts.bench", name, *argv, "--worker"])
         else:
-            left = run.here()
+            left = benchmark.session(run.here)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     rest = run.add_the_rest(left)

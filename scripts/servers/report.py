@@ -25,7 +25,7 @@ def text(
 
     `facts`: Facts of the first line of results; "gpus_at_end" after the run.
     `records`: All steps; those that were not reached have the status "missing".
-    `failed_tests`: Lines of tests.jsonl.
+    `failed_tests`: "test" and "reason" of each.
     `tile_table`: "text", "reasons", "wrong" and "splits" of the tile table to commit.
     """
     table = tile_table or {"wrong": (), "splits": ()}
@@ -82,9 +82,9 @@ def _not_known(records: Sequence[StepRecord]) -> Iterator[str]:
     for record in records:
         if record.status not in ("ok", "failed"):
             yield f"{record.name} {record.status}: {record.reason}"
-        left = next((one.value for one in record.measurements if one.metric == "tests not run"), None)
+        left = next((one.value for one in record.measurements if one.metric == "cases not reached"), None)
         if left:
-            yield f"{record.name}: {left:.0f} tests not run"
+            yield f"{record.name}: {left:.0f} cases not reached"
         notes = Counter(one.note for one in record.measurements if one.value is None and one.kind != "target")
         yield from (f"{record.name}: {count} numbers: {note}" for note, count in notes.items())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.kit.environment import Machine, driver_facts
 from scripts.kit.outputs import replace_file
-from scripts.kit.records import SCHEMA, Run, StepRecord, read_lines, read_run, write_lines
+from scripts.kit.records import SCHEMA, Run, StepRecord, read_run, write_lines
 from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
 from scripts.servers import report
 
@@ -109,8 +109,9 @@ class Results:
         }
 
     def _failed_tests(self) -> list[dict[str, Any]]:
-        files = sorted((self.out / "steps").glob("*/tests.jsonl"))
-        return [line for file in files for line in read_lines(file) if line.get("outcome") == "failed"]
+        rows = [row for one in self._benchmarks().values() for row in one["results"]]
+        bad = [row for row in rows if "test" in row["job"] and row["status"] in ("wrong", "failed")]
+        return [{"test": row["job"]["test"], "reason": row["reason"]} for row in bad]
 
     def _benchmarks(self) -> dict[str, Any]:
         files = sorted((self.out / "steps").glob("*/results.json"))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 
 from scripts.bench.measurements import measurements
-from scripts.kit import isolated_tests
 from scripts.kit.environment import Machine
 from scripts.kit.runner import Step
 from scripts.servers.request import Options
@@ -19,7 +18,7 @@ __all__ = ["TESTS", "all_steps", "bench", "checks", "choose"]
 #: Prefix of the files of GPU tests.
 TESTS = "tests/gpu/test_"
 #: Runs all tests in one process, which keeps the fixtures of a module.
-_TOGETHER = ("--workers", "0")
+_TOGETHER = ("--together",)
 _SGLANG = ("gpu", "sglang", "ml_dtypes")
 
 
@@ -31,9 +30,12 @@ def checks(
     return Step(
         name=f"tests-{name}",
         what=what,
-        command=(sys.executable, "-m", "scripts.kit.isolated_tests", "--out", "{folder}", *words),
+        command=(
+            *(sys.executable, "-m", "scripts.bench", "tests", *words, "--json", "{folder}/results.json"),
+            *(() if _TOGETHER[0] in words else ("--continue",)),
+        ),
         limit_s=limit_s,
-        parse=isolated_tests.measurements,
+        parse=measurements,
         needs=("pytest", "numpy", *needs),
         environment={"OMP_NUM_THREADS": "2"},  # per process
         expected_s=expected_s,

@@ -285,6 +285,14 @@ def light(tmp_path, monkeypatch):
     facts = {**FACTS, "gpu": "NVIDIA H100 80GB HBM3", "commit": "c" * 40}
     found = Results(tmp_path, "first_light", facts, steps)
     written = {
+        "tests-core": {
+            "device": "cpu",
+            "wrong": [],
+            "results": [
+                {"job": {"test": "a.py::good"}, "status": "measured", "seconds": 1.0},
+                {"job": {"test": "a.py::bad[fp4]"}, "status": "wrong", "reason": "off by 3"},
+            ],
+        },
         "tiles-16": {
             "device": "cuda",
             "wrong": ["fp8, triton"],
@@ -302,12 +310,6 @@ def light(tmp_path, monkeypatch):
         folder = tmp_path / "steps" / name
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps(report))
-    folder = tmp_path / "steps" / "tests-core"
-    folder.mkdir()
-    (folder / "tests.jsonl").write_text(
-        '{"collected": 3}\n{"test": "a.py::good", "outcome": "passed", "reason": "", "seconds": 1}\n'
-        '{"test": "a.py::bad[fp4]", "outcome": "failed", "reason": "off by 3", "seconds": 1}\n'
-    )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Tests that hang, crash or break CUDA, run by scripts.kit.isolated_tests with real pytest processes."""
+"""Tests that hang, crash or break CUDA, run by `python -m scripts.bench tests` with real pytest processes."""
 
 import json
 import signal
@@ -6,12 +6,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from argparse import Namespace
 
 import pytest
 from live_processes import alive
 
+from scripts.bench.measurements import measurements
+from scripts.bench.tests import Tests, in_order
 from scripts.kit.environment import on_path
-from scripts.kit.isolated_tests import in_order, measurements
 
 TESTS = """
     import os, time
@@ -74,17 +76,24 @@ def project(tmp_path):
 
 
 def start(project, out, *words):
-    out.mkdir(exist_ok=True)
+    code = "from scripts.bench import __main__, tests; tests.Tests.case_limit_s = 5.0"
+    argv = ["tests", *words, "--json", str(out / "results.json")]
     return subprocess.Popen(
-        [sys.executable, "-m", "scripts.kit.isolated_tests", "--out", out, *words],
+        [sys.executable, "-c", f"{code}; raise SystemExit(__main__.main({argv!r}))"],
         cwd=project.folder, env=on_path(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
 def outcomes(out):
-    path = out / "tests.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["test"]: (line["outcome"], line["reason"]) for line in lines if "test" in line}
+    path = out / "results.json"
+    rows = json.loads(path.read_text())["results"] if path.exists() and path.stat().st_size else []
+    return {row["job"]["test"]: (row["status"], row.get("reason", "")) for row in rows}
+
+
+def counts(out):
+    """Of measurements that are not of one test."""
+    found = measurements(out)
+    return {one.metric: one.value for one in found if not one.metric.startswith("test=")}
 
 
 @pytest.fixture
@@ -101,48 +110,37 @@ def run(project, tmp_path):
 
 def test_every_way_to_end(project, run, tmp_path):
     files = project(test_some=TESTS, test_absent="import no_such_module")
-    status, found, printed = run("--workers", "2", "--test-limit-s", "5", *files)
+    status, found, printed = run(*files)
     assert status == 1
     reasons = {name.removeprefix("test_some.py::"): both for name, both in found.items()}
-    assert reasons["test_good[1]"] == reasons["test_good[2]"] == reasons["test_good[3]"] == ("passed", "")
-    assert reasons["test_bad[1]"] == ("failed", "AssertionError: not five assert 1 == 5")
+    assert reasons["test_good[1]"] == reasons["test_good[2]"] == reasons["test_good[3]"] == ("measured", "")
+    assert reasons["test_bad[1]"] == ("wrong", "AssertionError: not five assert 1 == 5")
     assert reasons["test_hangs"] == ("failed", "hung: killed after 5 s")
     assert reasons["test_crashes"] == ("failed", "its process was killed by SIGSEGV")
     assert reasons["test_skipped"] == ("skipped", "no kernel here")
-    assert reasons["test_broken"][0] == "failed"
+    assert reasons["test_broken"][0] == "wrong"
     assert "fixture 'nothing_of_the_kind' not found" in reasons["test_broken"][1]
-    assert reasons["test_teardown"] == ("failed", "OSError: cannot be closed")
-    absent = ("failed", "cannot be collected: ModuleNotFoundError: No module named 'no_such_module'")
+    assert reasons["test_teardown"] == ("wrong", "OSError: cannot be closed")
+    absent = ("wrong", "cannot be collected: ModuleNotFoundError: No module named 'no_such_module'")
     assert reasons["test_absent.py"] == absent
     # The whole of a failure is in the log.
     assert 'def test_bad(n): assert n == 5, "not five"' in printed
-    measured = {one.metric: one for one in measurements(tmp_path / "out")}
-    assert {name: one.value for name, one in measured.items()} == {
-        "tests passed": 3, "tests failed": 7, "tests skipped": 1, "tests not run": 0,
-    }  # fmt: skip
-    assert measured["tests failed"].passed is False
-    # The first five in tests.jsonl, which has a line per test in the order in which they ended.
-    failures = [
-        f"{name if name == 'test_absent.py' else f'some: {name}'}: {why}"
-        for name, (how, why) in reasons.items()
-        if how == "failed"
-    ]
-    assert len(failures) == 7
-    assert measured["tests failed"].note == "; ".join([*failures[:5], "and 2 more"])
+    assert counts(tmp_path / "out") == {"measured results": 3, "wrong or failed results": 7}
+    assert "WRONG: test=test_some.py::test_bad[1]: wrong: AssertionError: not five" in printed
 
 
-def test_what_has_a_result_is_not_run_again(project, run):
+def test_what_has_a_result_is_not_run_again(project, run, tmp_path):
     code = """
         from pathlib import Path
         def test_one(): Path("one").open("a").write("x")
         def test_two(): Path("two").open("a").write("x")
     """
     files = project(test_counts=code)
-    assert run(*files)[0] == 0
-    lines = (project.folder.parent / "out" / "tests.jsonl").read_text().splitlines(keepends=True)
-    # As if it had been killed after the first test, while it wrote the second.
-    (project.folder.parent / "out" / "tests.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
-    status, found, _ = run(*files)
+    assert run(*files, "--continue")[0] == 0
+    path = tmp_path / "out" / "results.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({**report, "results": report["results"][:1]}))
+    status, found, _ = run(*files, "--continue")
     assert status == 0
     ran = {name: len((project.folder / name).read_text()) for name in ("one", "two")}
     assert sorted(ran.values()) == [1, 2]
@@ -150,10 +148,10 @@ def test_what_has_a_result_is_not_run_again(project, run):
 
 
 def test_what_breaks_cuda_fails_alone(project, run):
-    status, found, _ = run(*project(test_cuda=BREAKS_CUDA), "--workers", "1")
+    status, found, _ = run(*project(test_cuda=BREAKS_CUDA))
     assert status == 1
     assert {name.partition("::")[2]: outcome for name, (outcome, _) in found.items()} == {
-        "test_1_faults": "failed", "test_2_is_not_concerned": "passed",
+        "test_1_faults": "wrong", "test_2_is_not_concerned": "measured",
     }  # fmt: skip
     assert "illegal memory access" in found["test_cuda.py::test_1_faults"][1]
 
@@ -169,20 +167,15 @@ def test_in_one_process_the_fixtures_of_a_module_are_kept(project, run, tmp_path
         @pytest.mark.skip(reason="no kernel here")
         def test_skipped(): pass
     """, test_absent="import no_such_module")  # fmt: skip
-    status, found, _ = run("--workers", "0", *files)
+    status, found, _ = run("--together", *files)
     assert status == 1
-    assert [outcome for outcome, _ in found.values()].count("passed") == 3
-    assert found["test_some.py::test_bad"] == ("failed", "ValueError: [0, 1, 2]")
+    assert [outcome for outcome, _ in found.values()].count("measured") == 3
+    assert found["test_some.py::test_bad"] == ("wrong", "ValueError: [0, 1, 2]")
     assert found["test_some.py::test_skipped"] == ("skipped", "no kernel here")
     assert found["test_absent.py"][1].startswith("cannot be collected: ModuleNotFoundError")
-    counts = {one.metric: one.value for one in measurements(tmp_path / "out")}
-    assert (counts["tests passed"], counts["tests not run"]) == (3, 0)
-    # The rest of a run that was cut off.
-    lines = (tmp_path / "out" / "tests.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "out" / "tests.jsonl").write_text("".join(line for line in lines if "test_bad" not in line))
-    status, found, _ = run("--workers", "0", files[0])
-    assert found["test_some.py::test_bad"] == ("failed", "ValueError: []")
-    assert run("--workers", "0", "test_no_such_file.py", out="other")[0] == 1
+    status, _, printed = run("--together", "test_no_such_file.py", out="other")
+    assert status == 2
+    assert "error: pytest ended with status 4 before its first test" in printed
 
 
 def test_only_skipped_tests_are_no_success(project, run):
@@ -191,15 +184,22 @@ def test_only_skipped_tests_are_no_success(project, run):
         pytestmark = pytest.mark.skip(reason="no kernel here")
         def test_one(): pass
     """)  # fmt: skip
-    status, found, printed = run("--workers", "1", *files)
+    status, found, printed = run(*files)
     assert (status, list(found.values())) == (1, [("skipped", "no kernel here")])
-    assert "no test passed\n" in printed
+    assert "WRONG: nothing was measured\n" in printed
 
 
 def test_without_tests(run):
     status, found, printed = run("test_no_such_file.py")
     assert (status, found) == (1, {})
-    assert "no worker could be started: its process ended with exit status 4 before its first job" in printed
+    assert "pytest ended with status 4 before its first test" in printed
+    assert "WRONG: nothing was measured\n" in printed
+
+
+def test_tests_that_were_not_run_are_wrong():
+    rows = [{"job": {"test": "a.py::one"}, "status": "not run", "reason": "the 1 minutes were spent"}]
+    bench = Tests(Namespace(quick=False, device="cpu"))
+    assert bench.wrong(rows) == ["1 tests not run"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -214,7 +214,7 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
         def test_later(): pass
     """
     out = tmp_path / "out"
-    process = start(project, out, *project(test_some=code), "--workers", "1")
+    process = start(project, out, *project(test_some=code))
     pid = project.folder / "pid"
     for _ in range(600):
         if pid.exists() and pid.read_text():
@@ -222,9 +222,8 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
         time.sleep(0.1)
     process.send_signal(number)
     process.communicate(timeout=60)
-    assert outcomes(out) == {"test_some.py::test_quick": ("passed", "")}
-    counts = {one.metric: one.value for one in measurements(out)}
-    assert counts["tests not run"] == 2
+    assert outcomes(out) == {"test_some.py::test_quick": ("measured", "")}
+    assert counts(out)["cases not reached"] == 2
     for _ in range(100):
         if not alive(int(pid.read_text())):
             return
