@@ -4,8 +4,7 @@ On a GPU: engines staged, copy_engine and kernel beside SGLang's backends, as ra
 same run; see transfer_gpu.py. On a CPU, for each layout and arrangement of the pool: the rate of the `cpu`
 engine to and from a page-major host tier, as a ratio to two peers in the same run: torch's contiguous copy of
 as many bytes (`of_copy`), which is the limit, and torch's copies of the same scattered pages (`of_torch`).
-The target is 70 % of the contiguous copy, except for `token_major`, whose rows move one by one. Then, for
-each pair of layouts, the rate of the engine that encodes and decodes, in bytes of the pool's rows.
+The target is 70 % of the contiguous copy, except for `token_major`, whose rows move one by one.
 """
 
 from __future__ import annotations
@@ -24,17 +23,14 @@ from scripts.bench.sweep import Benchmark, verdict
 from scripts.bench.transfer_gpu import LAYERS, PAGE_SIZE, caches
 from scripts.kit.timing import seconds
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.commands.machine import machine
-from sgl_kvpool.transfer.conversion import RowConversion, narrower_layouts
+from sgl_kvpool.transfer.conversion import narrower_layouts
 from sgl_kvpool.transfer.cpu_engine import CpuEngine, TorchEngine
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import Transfer, host_view
+from sgl_kvpool.transfer.slots import Transfer
 
 __all__ = ["Transfers"]
 
-#: Pages of two layers that are encoded and decoded; few, because torch, the peer, is slow.
-CONVERTED_PAGES = 8
 #: Bytes of a pool, and number of rounds.
 FULL, QUICK = (1 << 30, 24), (200 << 20, 4)
 #: Least share of a contiguous copy's speed.
@@ -90,39 +86,6 @@ def measure_engine(
     }
 
 
-def measure_conversion(
-    layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, rounds: int
-) -> dict[str, Any]:
-    """Rates of engine `cpu` with another layout on the host, beside torch's, in bytes of the pool's rows."""
-    own = layout.row_format(512, 64)
-    other, pages, layers = own.in_layout(host_layout), CONVERTED_PAGES, 2
-    device = caches(KVArrangement.LAYER_MAJOR, pages, PAGE_SIZE * own.row_bytes, layer_count=layers)
-    (group,) = device.groups
-    # Rows of normal values: random bytes contain denormals, on which CPU arithmetic takes ten times as long.
-    values = torch.randn(pages * PAGE_SIZE, own.head_dim, generator=torch.Generator().manual_seed(0))
-    rows = encode_rows(values[:, : own.kv_lora_rank], values[:, own.kv_lora_rank :], own)
-    for layer in group.layers:
-        device.view(group, layer.runs).view(torch.uint8).copy_(rows.view(pages, 1, -1))
-    memory = torch.ones(pages, layers * PAGE_SIZE * other.row_bytes, dtype=torch.uint8)
-    host = host_view(memory, group, range(layers), PAGE_SIZE, other, other.tag)
-    conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
-    plans = {
-        "to_host": TransferPlan(device, host, "kv", conversion),
-        "to_device": TransferPlan(host, device, "kv", conversion.reversed()),
-    }
-    order = np.random.default_rng(0).permutation(pages)
-    size_bytes = pages * layers * PAGE_SIZE * own.row_bytes
-    found: dict[str, Any] = {}
-    for name, plan in plans.items():
-        transfer = Transfer(order, order, to_host=name == "to_host")
-        calls = [partial(kind(plan).copy, transfer) for kind in (CpuEngine, TorchEngine)]
-        times = [[seconds(call) for call in calls] for _ in range(rounds + 1)]
-        mine, torchs = (statistics.median(taken) for taken in zip(*times[1:], strict=True))
-        found[f"{name}_gb_per_s"] = round(size_bytes / mine / 1e9, 3)
-        found[f"{name}_of_torch"] = round(torchs / mine, 2)
-    return found
-
-
 def shapes() -> list[dict[str, Any]]:
     """Layouts and arrangements of pools."""
     return [
@@ -142,7 +105,7 @@ def conversions() -> list[dict[str, Any]]:
 
 
 class Transfers(Benchmark):
-    """Every layout and arrangement, and every pair of layouts."""
+    """Every layout and arrangement, on a GPU also every pair of layouts."""
 
     schema = 5
     #: The first transfer, and SGLang's, compile.
@@ -155,7 +118,7 @@ class Transfers(Benchmark):
 
     def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
         if not self.on_gpu:
-            return shapes() + conversions()
+            return shapes()
         return transfer_gpu.cases([*shapes(), *conversions()], quick=self.quick)
 
     def measure(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +126,6 @@ class Transfers(Benchmark):
             return self._gpu.measure(case)
         layout = MLAKVCacheLayout(case["layout"])
         pool_bytes, rounds = QUICK if self.quick else FULL
-        if "host_layout" in case:
-            return measure_conversion(layout, MLAKVCacheLayout(case["host_layout"]), rounds)
         return measure_engine(layout, KVArrangement(case["arrangement"]), pool_bytes, rounds)
 
     def targets(self, rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -173,7 +134,7 @@ class Transfers(Benchmark):
         return [
             verdict(what(row["job"]), f"{name} at least {TARGET} of a copy", rate, rate >= TARGET)
             for row in rows
-            if row["job"].get("arrangement") not in (None, KVArrangement.TOKEN_MAJOR)
+            if row["job"]["arrangement"] != KVArrangement.TOKEN_MAJOR
             for name in DIRECTIONS
             if (rate := row.get(f"{name}_of_copy")) is not None
         ]

@@ -88,16 +88,13 @@ def llm_table() -> str:
 
 
 def bytes_table() -> str:
-    """The byte model per layout on the device, and on the host under `bf16`."""
-    on_host = {row["host_layout"]: row for row in _rows("host_layout_cpu") if row["device_layout"] == "bf16"}
+    """The byte model per layout."""
     lines = []
     for one in _rows("demo_cpu"):
         if one["difference"] is not None:
             top = f"{100 * one['difference']['same_top_token']:.2f} %"
-            host = _change(on_host.get(one["layout"]), 3)
-            lines.append([f"`{one['layout']}`", _change(one, 3), top, host])
-    titles = ["layout", "perplexity", "same top byte", "prefix from such a host tier under `bf16`"]
-    return markdown(titles, lines)
+            lines.append([f"`{one['layout']}`", _change(one, 3), top])
+    return markdown(["layout", "perplexity", "same top byte"], lines)
 
 
 # -------------------------------------------------------------------- benchmarks.md
@@ -123,25 +120,11 @@ def cpu_table() -> str:
     return markdown(["", *(f"`{layout}`" for layout in LAYOUTS)], lines)
 
 
-def conversions_table() -> str:
-    """Transfers to a narrower host layout."""
-    results = [one for one in _rows("transfer_xeon") if "host_layout" in one]
-    devices, hosts = (
-        list(dict.fromkeys(one[field] for one in results)) for field in ("layout", "host_layout")
-    )
-    cells = {}
-    for one in results:
-        rates = one["to_host_gb_per_s"], one["to_device_gb_per_s"]
-        cells[one["host_layout"], one["layout"]] = " / ".join(f"{rate:.1f}" for rate in rates)
-    lines = [[f"`{host}`", *(cells.get((host, device), "") for device in devices)] for host in hosts]
-    return markdown(["host \\ device", *(f"`{one}`" for one in devices)], lines)
-
-
 _ACCURACY = {"llm": llm_table, "errors": errors_table, "bytes": bytes_table}
 #: Tables by page.
 PAGES = {
     DOCS / "accuracy.md": _ACCURACY,
-    DOCS / "benchmarks.md": {"cpu": cpu_table, "conversions": conversions_table},
+    DOCS / "benchmarks.md": {"cpu": cpu_table},
 }
 
 

@@ -1,4 +1,4 @@
-"""`bench transfer` on a CPU: every pool and pair of layouts has a rate, and a slow one misses its target."""
+"""`bench transfer` on a CPU: every pool has a rate, and a slow one misses its target."""
 
 from argparse import Namespace
 
@@ -15,7 +15,6 @@ def bench(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(transfer, "LAYERS", 3)
-    monkeypatch.setattr(transfer, "CONVERTED_PAGES", 1)
     monkeypatch.setattr(transfer, "QUICK", (4 << 20, 1))
     monkeypatch.setattr(
         transfer, "caches", lambda *a, layer_count=3: transfer_gpu.caches(*a, layer_count=layer_count)
@@ -24,18 +23,13 @@ def bench(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_every_pool_and_pair_of_layouts(bench):
+def test_every_pool(bench):
     cases = bench.cases({})
-    assert (len(transfer.shapes()), len(transfer.conversions()), len(cases)) == (15, 8, 23)
+    assert len(cases) == 15
     rows = [{"job": case, **result_of(bench, case)} for case in cases]
     assert {row["status"] for row in rows} == {"measured"}
     for row in rows:
-        rates = [row[f"{name}_of_torch"] for name in transfer.DIRECTIONS]
-        rates += [
-            row[f"{name}_{'gb_per_s' if 'host_layout' in row['job'] else 'of_copy'}"]
-            for name in transfer.DIRECTIONS
-        ]
-        assert min(rates) > 0
+        assert min(row[f"{name}_{of}"] for name in transfer.DIRECTIONS for of in ("of_torch", "of_copy")) > 0
     # Rows that move one by one have no target.
     assert len(bench.targets(rows, {})) == 2 * 10
 
