@@ -3,9 +3,9 @@
 
     python scripts/train_demo_model.py --out build/demo-model [--steps 3000]
 
-Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out windows and a model card. It
-took 70 minutes on two cores. To ship the result, copy that folder over
-sgl_kvpool/demo/byte_mla_python.
+Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out windows and training.json. It
+took 70 minutes on two cores. To ship the result, copy that folder over sgl_kvpool/demo/byte_mla_python, whose
+README.md has numbers of training.json.
 
 The text is the library's `.py` files without tests and generated tables; the modules in HELD_OUT are not part
 of the training data.
@@ -14,7 +14,6 @@ of the training data.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -48,7 +47,6 @@ EXCLUDED = {
 }
 #: Licence that is shipped with the held-out text.
 LICENCE = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
-CARD = Path(__file__).resolve().parent / "demo_model_card.md"
 WINDOW_BYTES = 1024
 BATCH_TOKENS, SEED, THREADS = 8192, 0, 2
 #: Lengths of training windows and their frequencies: positions beyond 512 must be learnt too.
@@ -197,23 +195,6 @@ def repeated_share(texts: list[str], modules: dict[str, bytes]) -> float:
     return sum(piece in text for piece in pieces) / len(pieces)
 
 
-def card(net: ByteMLA, facts: dict, folder: Path) -> str:
-    """The model card of a finished training."""
-    return CARD.read_text("utf-8").format(
-        **facts,
-        **dataclasses.asdict(net.config),
-        parameters=sum(parameter.numel() for parameter in net.parameters()),
-        weights_mb=(folder / "model.safetensors").stat().st_size / 1e6,
-        training_mb=facts["training_bytes"] / 1e6,
-        window_bytes=WINDOW_BYTES,
-        held_out_modules=len(HELD_OUT),
-        repeated=100 * facts["held_out_repeated_share"],
-        epochs=facts["steps"] * facts["batch_tokens"] / facts["training_bytes"],
-        lengths=", ".join(map(str, LENGTHS)),
-        perplexities=", ".join(f"`{k}` {v:.3f}" for k, v in facts["held_out_perplexity"].items()),
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/demo-model"))
@@ -251,7 +232,6 @@ def main() -> None:
         "history": history,
     }
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="ascii")
-    (folder / "README.md").write_text(card(shipped, facts, folder), encoding="utf-8")
     print(json.dumps({k: v for k, v in facts.items() if k != "history"}, indent=1))
     print(f"written to {folder}")
 
