@@ -29,11 +29,11 @@ $(STAMP): pyproject.toml constraints.txt | usable
 demo: $(STAMP)
 	$(BIN)/sgl-kvpool demo
 
-# Short check without servers, at most three minutes on two cores. Long tests are marked slow; of
-# the others, pytest lists the slowest five that take more than five seconds. One thread, because tensors are small.
+# A contributor's check of bytes, facts, rules and messages, without pools and servers: at most three minutes on two
+# cores. Long tests are marked slow; of the others, pytest lists the slowest five that take more than five seconds.
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/connectors tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
-	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5 \
+	  tests/attention tests/codec tests/docs tests/memory tests/sglang_plugin tests/transfer/test_plan.py tests/test_layout.py
 
 # Two tests at a time: more servers would not fit into 24 GB.
 test: $(STAMP)

@@ -22,6 +22,9 @@ from scripts.bench.tiles.cases import HEADS, tiles
 from sgl_kvpool.attention.decode_config import TileConfig, table, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
 
+# Compiles the kernels of every tile for sm_90a.
+pytestmark = pytest.mark.slow
+
 TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
 #: Tiles of `gluon_decode` and of `gluon_wide`; below, the variants that a batch may need.
 DECODE, WIDE = (

@@ -25,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET", "0") == "0":
 from decode_interpreted import run
 
 pytestmark = [
+    pytest.mark.slow,  # the interpreter takes seconds per case
     # numpy's warnings inside the interpreter, for a logarithm of 0 and exponentials of -inf on purpose
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
 ]

@@ -9,6 +9,8 @@ import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Two processes import SGLang and are forked for each test.
+pytestmark = pytest.mark.slow
 
 #: SGLang's first action with plugins, in a separate process.
 LOAD = "import sys; sys.argv = {argv!r}; from sglang.srt.plugins import load_plugins; load_plugins(); "
