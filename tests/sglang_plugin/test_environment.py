@@ -67,6 +67,7 @@ def test_the_nearest_name(environment, name, meant):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["KVPOOL_KV_CACHE_LAYUOT", "SGL_KVPOOL_KV_CACHE_LAYOUT", "SGLANG_KVPOOL_KV_CACHE_LAYOUT"]
 )
@@ -82,6 +83,7 @@ def test_a_name_that_is_not_ours_stops_every_process_that_loads_the_plugin(launc
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_on_another_sglang_too(launcher, other_sglang):
     done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), SGL_KVPOOL_KV_CACHE_LAYOUT="fp4")
     assert done.returncode == 1
@@ -110,6 +112,7 @@ def test_unknown_values_of_options_are_problems(environment, name):
     assert "choose one of: " in problem
 
 
+@pytest.mark.slow
 def test_all_that_is_wrong_is_in_the_line(launcher):
     done = launcher.run(LOAD, KVPOOL_KV_CACHE_LAYOUT="int2", KVPOOL_CHECK_FINTE="1", KVPOOL_FIX_TOPK="x")
     assert done.returncode == 1

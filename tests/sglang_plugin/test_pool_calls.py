@@ -17,6 +17,7 @@ def calls():
     return module
 
 
+@pytest.mark.slow
 def test_every_place_in_this_sglang_is_listed(calls):
     found = calls.count(calls.sources())
     assert len(found) > 60

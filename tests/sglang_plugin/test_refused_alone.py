@@ -5,6 +5,9 @@ import pytest
 from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 
+# A process imports SGLang and is forked for each test; test_remedies.py has the refusals without processes.
+pytestmark = pytest.mark.slow
+
 LAYOUT = ("--kv-cache-layout", "fp4")
 TIER = "--enable-hierarchical-cache"
 #: The two commands that start a server.

@@ -97,6 +97,7 @@ def test_every_method_that_overrides_sglangs_is_a_hook_point():
     assert len(found) > 50
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_is_a_line_of_its_groups():
     """The base class of our pool is gone, in a process that has not imported our module."""
     code = (
