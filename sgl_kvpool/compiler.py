@@ -186,13 +186,17 @@ def _file_digest(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def cpu_flags(capability: str) -> tuple[str, ...]:
-    """g++ flags for a value of ``torch.backends.cpu.get_cpu_capability()``."""
-    flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
-    # No fused multiply-add: every operation rounds once, as in the encoders on a GPU. Trapping math would
-    # keep g++ from vectorizing loops.
-    flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+def cpu_flags(capability: str, *, exact: bool = True) -> tuple[str, ...]:
+    """g++ flags for a value of ``torch.backends.cpu.get_cpu_capability()``, or AVX512_BF16.
+
+    With `exact` there is no fused multiply-add: every operation rounds once, as in the encoders on a GPU.
+    """
+    # Trapping math would keep g++ from vectorizing loops.
+    flags = ["-std=c++20", "-O3", "-Wall", "-Wextra", "-fno-trapping-math", "-fno-math-errno"]
+    flags.append(f"-ffp-contract={'off' if exact else 'fast'}")
     if capability.startswith("AVX512"):
-        wide = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
-        return (*flags, *wide, "-mprefer-vector-width=512")
-    return (*flags, "-mavx2") if capability.startswith("AVX") else tuple(flags)
+        parts = ("f", "bw", "dq", "vl", *(["bf16"] if capability.endswith("BF16") else []))
+        return (*flags, *(f"-mavx512{part}" for part in parts), "-mprefer-vector-width=512")
+    if capability.startswith("AVX"):
+        flags += ["-mavx2"] if exact else ["-mavx2", "-mfma"]
+    return tuple(flags)

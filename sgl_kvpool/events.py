@@ -88,7 +88,12 @@ METRICS = {
 FAILURES = {
     "codec_build": Event(
         "start, CPU",
-        "the CPU codec could not be built; torch encodes rows, several times slower",
+        "the CPU codec could not be built; torch encodes and decodes rows, several times slower",
+        "install g++",
+    ),
+    "attention_build": Event(
+        "start, CPU",
+        "attention on CPUs could not be built; torch attends decoded rows, several times slower",
         "install g++",
     ),
     "engine_build": Event(

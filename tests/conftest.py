@@ -177,6 +177,13 @@ def failures(counting):
     return lambda: {kind: n - before[kind] for kind, n in now().items() if n != before[kind]}
 
 
+@pytest.fixture(params=["C++", "torch"])
+def each_attention(request, monkeypatch):
+    """Attention on a CPU as it is, and where nothing compiles."""
+    if request.param == "torch":
+        monkeypatch.setattr("sgl_kvpool.attention.compiled.module", lambda **_: None)
+
+
 @pytest.fixture
 def nothing_left_out():
     """Emulated streams without work of another test."""

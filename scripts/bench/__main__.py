@@ -18,6 +18,7 @@ BENCHMARKS = {
     "transfer": "scripts.bench.transfer:Transfers",
     "tiles": "scripts.bench.tiles.benchmark:Tiles",
     "tests": "scripts.bench.tests:Tests",
+    "cpu_attention": "scripts.bench.cpu_attention:CpuAttention",
 }
 #: Benchmarks that run on a GPU unless --device says otherwise; on a CPU they are a dry run.
 _ON_A_GPU = ("attention", "tiles")

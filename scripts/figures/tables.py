@@ -111,6 +111,11 @@ def cpu_table() -> str:
     for operation, text in CODEC.items():
         rows = [one for one in _rows("codec_xeon") if one["operation"] == operation]
         add(text, rows, lambda one: _percent(one["ratio_to_copy"]))
+    for queries in ("bfloat16", "float32"):
+        shape = {"heads": 16, "threads": 1, "queries": queries}
+        rows = [one for one in _rows("cpu_attention") if shape.items() <= one.items()]
+        text = f"CPU time of decode, 16 heads, {queries} queries: torch's / `torch.matmul`'s, of this"
+        add(text, rows, lambda one: "{torch:.1f}x / {matmul:.1f}x".format(**one["times_as_fast_as"]))
     for arrangement in KVArrangement.of_rows():
         rows = [one for one in _rows("transfer_xeon") if one.get("arrangement") == arrangement.value]
         add(

@@ -1,7 +1,7 @@
-"""Attention over stored rows in torch, for machines without a GPU.
+"""Attention over stored rows on machines without a GPU: in C++, or in torch where nothing compiles.
 
 For each request it gets a list of row numbers, reads and decodes only these rows, and attends them. Time and
-traffic are proportional to the rows in the lists, not to the pool. Long lists are decoded in chunks into a
+traffic are proportional to the rows in the lists, not to the pool. Torch decodes long lists in chunks into a
 workspace that is allocated once; the results of chunks are merged by log-sum-exp.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kvpool.attention import compiled
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
@@ -154,15 +155,30 @@ class RowReader:
         *,
         k_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a batch's queries `[tokens, heads, R + P]`, float32, over its stored rows; as
-        `attend`.
+        """Attention of a batch's queries `[tokens, heads, R + P]`, float32 or bfloat16, over its stored rows;
+        as `attend`, float32.
 
         `pool` is `[slots, row_bytes]` uint8 with any row stride, `kv_indices` `[rows]` int32 or int64 the
         rows of all requests, one request after the other, and `plan` the result of `plan`.
         """
-        fmt = self.fmt
-        out = q.new_zeros((q.shape[0], q.shape[1], fmt.kv_lora_rank))
-        lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
+        fmt, (tokens, heads, _) = self.fmt, q.shape
+        out = torch.zeros((tokens, heads, fmt.kv_lora_rank))
+        lse = torch.full((tokens, heads), float("-inf"))
+        if compiled.module() is not None:
+            # A request's parts follow one another in its list.
+            requests = list(dict.fromkeys(part.request for _, _, parts in plan for part in parts))
+            limits = torch.zeros(tokens, dtype=torch.int64)
+            for one in requests:
+                reached = causal_limits(one.first_position, one.query_count).clamp(0, one.rows_count)
+                limits[one.query_start : one.query_start + one.query_count] = reached
+            lists = torch.tensor([(one.rows_start, one.query_start, one.query_count) for one in requests])
+            if requests:
+                nope, rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
+                compiled.attend_rows(
+                    out, lse, nope, rope, pool, kv_indices, lists, limits, fmt, scale, k_scale
+                )
+            return out, lse
+        q = q.float()
         for start, count, parts in plan:
             kv = self.workspace[:count]
             gather_rows(pool, kv_indices[start : start + count], fmt, torch.float32, out=kv, k_scale=k_scale)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention import compiled, decode_checks
 from sgl_kvpool.attention.cpu import attend, merge
 from sgl_kvpool.attention.decode_config import (
     DEFAULT_SM_COUNT,
@@ -224,25 +224,43 @@ def partial_results(
 
 
 def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
-    """Attend in torch and float32, one chunk of a list at a time."""
+    """Attend in C++; where nothing compiles, in torch and float32, one chunk of a list at a time."""
     p, each = params, params.queries_per_list
+    limits = p.kv_lens.long().clamp(0, p.kv_indices.shape[1])
+    chosen = torch.arange(p.lists) if p.list_index is None else p.list_index.long()
+    longest = limits.view(p.lists, each).amax(1)
+    absent = (longest > 0) & ((chosen < 0) | (chosen >= len(p.kv_indices)))
+    if absent.any():
+        group = int(absent.nonzero()[0])
+        raise IndexError(
+            f"list_index[{group}] is {chosen[group]}, kv_indices has {len(p.kv_indices)} lists; pass another"
+        )
+    if compiled.module() is not None:
+        # C++ multiplies float16 queries as float32.
+        dtype = p.q.dtype if p.q.dtype is torch.bfloat16 else torch.float32
+        out = p.out if p.out.dtype is dtype else p.out.to(dtype)
+        tokens = torch.arange(0, len(p.q), each)
+        lists = torch.stack([chosen * p.kv_indices.stride(0), tokens, torch.full_like(tokens, each)], dim=1)
+        q, rope = p.q.to(dtype), None if p.q_rope is None else p.q_rope.to(dtype)
+        compiled.attend_rows(
+            out, p.lse, q, rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page
+        )
+        if out is not p.out:
+            p.out.copy_(out)
+        return
     queries = p.q.float() if p.q_rope is None else torch.cat([p.q, p.q_rope], -1).float()
     heads, rank = p.out.shape[1:]
     for group in range(p.lists):
         tokens = slice(group * each, (group + 1) * each)
-        limits = p.kv_lens[tokens].long().clamp(0, p.kv_indices.shape[1])
-        chosen = group if p.list_index is None else int(p.list_index[group])
-        length = int(limits.max())
-        if length and not 0 <= chosen < len(p.kv_indices):
-            raise IndexError(
-                f"list_index[{group}] is {chosen}, kv_indices has {len(p.kv_indices)} lists; pass another"
-            )
         out = queries.new_zeros((each, heads, rank))
         lse = queries.new_full((each, heads), float("-inf"))
+        length = int(longest[group])
         for first in range(0, length, _CHUNK_ROWS):
-            slots = p.kv_indices[chosen, first : min(first + _CHUNK_ROWS, length)]
+            slots = p.kv_indices[chosen[group], first : min(first + _CHUNK_ROWS, length)]
             rows = rows_of_slots(slots.long(), p.page)
             kv = gather_rows(p.pool, rows, p.fmt, torch.float32, k_scale=p.k_scale)
-            part = attend(queries[tokens], kv, rank, p.scale, limits=limits - first, present=rows >= 0)
+            part = attend(
+                queries[tokens], kv, rank, p.scale, limits=limits[tokens] - first, present=rows >= 0
+            )
             merge(out, lse, *part)
         p.out[tokens], p.lse[tokens] = out.to(p.out.dtype), lse

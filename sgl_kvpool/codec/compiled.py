@@ -1,6 +1,6 @@
-"""CPU codec: C++ encodes (g++ compiles it at first use, in 5 s), torch decodes.
+"""CPU codec in C++, which g++ compiles at first use, in 10 s.
 
-The bytes equal those of `reference`, the fallback without a compiler, which is several times slower.
+Bytes and values equal those of `reference`, the fallback without a compiler, which is several times slower.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def row_layout(fmt: RowFormat) -> list[int]:
 
 @cache
 def module(*, required: bool = False) -> Any:
-    """The compiled encoder. If the build fails: its error if `required`, else None, logged and counted."""
+    """The compiled codec. If the build fails: its error if `required`, else None, logged and counted."""
     try:
         flags = cpu_flags(torch.backends.cpu.get_cpu_capability())
         return Module("sgl_kvpool_cpu_codec", CSRC / "cpu_codec.cpp", flags).load()
@@ -77,25 +77,49 @@ def encoder(fmt: RowFormat) -> Callable[..., None] | None:
 
 
 @cache
-def _row_layout(fmt: RowFormat) -> torch.Tensor:
+def layout_tensor(fmt: RowFormat) -> torch.Tensor:
+    """`row_layout` as the int64 tensor that C++ reads."""
     # On the CPU also if torch has another default device.
     return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")
+
+
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
+    """False for tensors of other classes, such as torch's fake tensors: they have no memory to read."""
+    return all(type(x) in _PLAIN for x in tensors)
 
 
 def encode_rows(
     rows: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, k_scale: float
 ) -> None:
     """As `reference.encode_rows`."""
-    # Tensors of other classes, such as torch's fake tensors, have no memory that C++ can read.
-    is_plain = all(type(x) in _PLAIN for x in (rows, k_nope, k_rope))
-    encode = encoder(fmt) if is_plain and rows.device.type == "cpu" else None
+    is_readable = _is_plain(rows, k_nope, k_rope) and rows.device.type == "cpu"
+    encode = encoder(fmt) if is_readable else None
     if encode is None:
         reference.encode_rows(rows, k_nope, k_rope, fmt, k_scale)
         return
     k_nope = k_nope.detach().resolve_neg()  # tvm-ffi rejects tensors that require gradients
     rope = k_nope[:, :0] if k_rope is None else k_rope.detach().resolve_neg()
-    encode(rows, k_nope, rope, _row_layout(fmt), k_scale, torch.get_num_threads())
+    encode(rows, k_nope, rope, layout_tensor(fmt), k_scale, torch.get_num_threads())
 
 
 store_rows = partial(reference.store_rows, encode=encode_rows)
-gather_parts = reference.gather_parts
+
+
+def gather_parts(
+    pool: torch.Tensor,
+    slots: torch.Tensor | None,
+    fmt: RowFormat,
+    nope_out: torch.Tensor,
+    rope_out: torch.Tensor | None,
+    k_scale: float,
+) -> None:
+    """As `reference.gather_parts`."""
+    is_readable = _is_plain(pool, slots, nope_out, rope_out) and pool.device.type == "cpu"
+    compiled = module() if is_readable and nope_out.dtype is not torch.float16 else None
+    if compiled is None:
+        reference.gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
+        return
+    listed = torch.arange(len(nope_out)) if slots is None else slots.long().contiguous()
+    rope = nope_out[:, :0] if rope_out is None else rope_out
+    threads = torch.get_num_threads()
+    compiled.gather_rows(pool, listed, nope_out, rope, layout_tensor(fmt), k_scale, threads)

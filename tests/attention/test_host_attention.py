@@ -54,6 +54,7 @@ def batch(lengths, queries, slots, seed=0):
     return requests, torch.from_numpy(np.concatenate(ids)), free[rows_start:]
 
 
+@pytest.mark.usefixtures("each_attention")
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("workspace_tokens", [1, 7, 64, 1000])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -75,6 +76,7 @@ def test_decode_and_prefill_of_unequal_lengths(layout, workspace_tokens, index_d
         np.testing.assert_allclose(lse[own].numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("each_attention")
 def test_no_rope_and_k_scale():
     rank, heads = 256, 2
     fmt, pool, decoded = make_pool("fp8", 40, rank, 0)
@@ -86,6 +88,7 @@ def test_no_rope_and_k_scale():
     np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.usefixtures("each_attention")
 def test_a_request_without_rows_gives_zero_and_minus_infinity():
     fmt, pool, _ = make_pool("fp4", 8, 128, 64)
     reader = RowReader(fmt, 4)
@@ -97,6 +100,7 @@ def test_a_request_without_rows_gives_zero_and_minus_infinity():
     assert (lse == float("-inf")).all()
 
 
+@pytest.mark.usefixtures("each_attention")
 def test_prefix_and_fresh_chunk_merge_to_the_whole():
     """A stored prefix and the keys of the chunk, attended apart and merged, as a prefill does."""
     rank, rope, heads, prefix, chunk = 128, 64, 2, 33, 10

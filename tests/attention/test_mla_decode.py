@@ -5,6 +5,7 @@ comparison.
 """
 
 import os
+from unittest import mock
 
 import codec_oracle as oracle
 import pytest
@@ -14,7 +15,7 @@ from decode_oracle import mla_decode_oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.attention import mla_decode
+from sgl_kvpool.attention import compiled, mla_decode
 from sgl_kvpool.attention.decode_config import tile_config
 from sgl_kvpool.layout import Encoding
 
@@ -43,6 +44,8 @@ def check_everything(case, splits=1):
     check(run(case, splits), case)
     positional, keywords = case.arguments
     check(on_cpu(case), case, rounding=0)
+    with mock.patch.object(compiled, "module", return_value=None):  # as where nothing compiles
+        check(on_cpu(case), case, rounding=0)
     check(mla_decode_oracle(*positional, **keywords), case, rounding=0)
 
 

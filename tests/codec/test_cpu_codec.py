@@ -86,7 +86,7 @@ def test_a_default_device_changes_nothing():
     fmt = row_format("fp8", 384, 0, align=2)
     values = hard_rows(3, 384)
     with torch.device("meta"):
-        rows = compiled._row_layout(fmt)
+        rows = compiled.layout_tensor(fmt)
     assert rows.device.type == "cpu"
     assert_same_bytes(encode_rows(values, None, fmt), by_reference(values, None, fmt))
 

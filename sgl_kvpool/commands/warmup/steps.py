@@ -137,6 +137,7 @@ def steps_on_cpu() -> list[Step]:
     """Steps on a CPU, the same for every model and layout: the code includes all layouts and conversions."""
     return [
         Step("CPU codec", (CACHES["own"],), _cpu_codec),
+        Step("attention on CPUs", (CACHES["own"],), _cpu_attention),
         Step("transfer engine cpu", (CACHES["own"],), _cpu_engine),
         _page_hash(),
     ]
@@ -210,6 +211,12 @@ def _page_hash() -> Step:
 
 def _cpu_codec() -> None:
     from sgl_kvpool.codec import compiled
+
+    compiled.module(required=True)
+
+
+def _cpu_attention() -> None:
+    from sgl_kvpool.attention import compiled
 
     compiled.module(required=True)
 

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvpool import env
+from sgl_kvpool.attention import compiled
 from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
@@ -53,6 +54,7 @@ class KVPoolMLABackend(AttentionBackend):
         self.kv_cache_dtype = pool.dtype
 
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
+        compiled.module()  # compiled now, not by the first request
         self.reader = RowReader(pool.row_format)
         self._requests: list[Request] = []
         self._kv_indices = torch.empty(0, dtype=torch.int64)
@@ -151,12 +153,12 @@ class KVPoolMLABackend(AttentionBackend):
         else:
             rope = q_rope.reshape(tokens, heads, fmt.qk_rope_head_dim)
             query = torch.cat([q.reshape(tokens, heads, rank), rope], dim=-1)
-        query = query.float()
         rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
         out, lse = self.reader.attend(
             query, rows, self._kv_indices, self._plan, layer.scaling, k_scale=pool.k_scale(layer.layer_id)
         )
         if attend_fresh:
+            query = query.float()
             key = (
                 torch.cat([k_nope, k_rope.reshape(tokens, 1, fmt.qk_rope_head_dim)], dim=-1)
                 .squeeze(1)

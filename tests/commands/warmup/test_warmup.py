@@ -58,17 +58,18 @@ def test_everything_is_compiled_once(warmed):
     assert lines[0] == "for a server on cpu"
     assert lines[1] == f"  sgl-kvpool in {folder / 'tvm' / 'sgl_kvpool'} (TVM_FFI_CACHE_DIR)"
     assert lines[2] == f"  torch's extensions in {folder / 'torch'} (TORCH_EXTENSIONS_DIR)"
-    assert [line.split(maxsplit=2)[2] for line in lines[3:6]] == [
+    assert [line.split(maxsplit=2)[2] for line in lines[3:7]] == [
         "compiled   CPU codec",
+        "compiled   attention on CPUs",
         "compiled   transfer engine cpu",
         "compiled   SGLang's hash of pages, for stores",
     ]
-    assert lines[6:] == ["3 compiled, 0 cached, 0 failed"]
+    assert lines[7:] == ["4 compiled, 0 cached, 0 failed"]
     before = compiled(folder)
-    assert len(before) == 3
+    assert len(before) == 4
     again = run(CPU, environment(folder))
     assert again.returncode == 0
-    assert again.stdout.splitlines()[-1] == "0 compiled, 3 cached, 0 failed"
+    assert again.stdout.splitlines()[-1] == "0 compiled, 4 cached, 0 failed"
     assert compiled(folder) == before
 
 
@@ -108,7 +109,7 @@ def test_a_damaged_library_is_compiled_again_and_counted(warmed):
     library.unlink()
     library.write_bytes(content[: len(content) // 2])
     done = run(CPU, environment(folder))
-    assert done.stdout.splitlines()[-1] == "1 compiled, 2 cached, 0 failed"
+    assert done.stdout.splitlines()[-1] == "1 compiled, 3 cached, 0 failed"
     assert f"{library} is damaged and is compiled again" in done.stderr
     assert library.read_bytes() == content
 
@@ -118,11 +119,11 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     done = run(CPU, environment(tmp_path, PATH=no_compiler))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    for what in ("CPU codec", "transfer engine cpu"):
+    for what in ("CPU codec", "attention on CPUs", "transfer engine cpu"):
         assert any(f"FAILED     {what}: RuntimeError: " in line for line in lines)
     assert any("c++: not found" in line for line in lines)
     assert lines[-2].endswith("cached     SGLang's hash of pages, for stores")
-    assert lines[-1] == "0 compiled, 1 cached, 2 failed"
+    assert lines[-1] == "0 compiled, 1 cached, 3 failed"
 
 
 def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path):

@@ -1,15 +1,17 @@
 """Loaded by SGLang in the scheduler process, before the pool is built."""
 
-from sgl_kvpool.attention import cpu as host
+from sgl_kvpool.attention import compiled
 from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
 
-_gather_rows = host.gather_rows
+_attend_rows = compiled.attend_rows
 
 
-def _damaged(pool, slots, fmt, dtype, out, k_scale=1.0):
-    _gather_rows(pool, slots, fmt, dtype, out=out, k_scale=k_scale)
-    out[:, 1 : fmt.kv_lora_rank : 2].neg_()
-    return out
+def _damaged(out, lse, q, *arguments):
+    """As if every second latent value of the rows had the other sign."""
+    q = q.clone()
+    q[..., 1::2].neg_()
+    _attend_rows(out, lse, q, *arguments)
+    out[..., 1::2].neg_()
 
 
-host.gather_rows = _damaged
+compiled.attend_rows = _damaged

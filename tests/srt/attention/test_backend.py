@@ -125,6 +125,7 @@ def test_prefill_with_and_without_prefix(layout, reads_rows, mode, monkeypatch):
     assert_attends(case.run(mode), case.wanted(fresh_as_computed=not reads_rows))
 
 
+@pytest.mark.usefixtures("each_attention")
 @pytest.mark.parametrize("split", [False, True])
 def test_prefill_over_a_prefix_longer_than_the_workspace(split, monkeypatch):
     from sgl_kvpool.attention.cpu import RowReader

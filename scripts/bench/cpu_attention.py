@@ -1,0 +1,153 @@
+"""Speed of decode over rows on a CPU: the compiled attention beside torch's, in one run.
+
+Every case attends some contexts beyond the caches, one query each, and is timed in turn with its peers: the
+torch path of `mla_decode`, in which rows are decoded to float32 (`torch`); and over rows that are decoded
+already and lie one after the other, torch.matmul on float32 and on bfloat16, the two products alone without
+softmax (`matmul`, `matmul_bf16`), and scaled_dot_product_attention, with which SGLang's torch_native attends
+(`sdpa`). Times are CPU time and time by the clock. float32 queries show what a CPU without bfloat16 products
+does; ATEN_CPU_CAPABILITY=avx2 shows AVX2.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from scripts.bench.measurements import what
+from scripts.bench.sweep import Benchmark, verdict
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention import compiled, mla_decode
+from sgl_kvpool.codec import decode_rows, encode_rows
+from sgl_kvpool.commands.machine import machine
+
+RANK, ROPE, SCALE = 512, 64, 0.04
+#: Least ratio of CPU times to the torch path, for packed rows and for bf16 rows, and to torch.matmul on
+#: float32; with bfloat16 products and without.
+_LEAST = {"bfloat16": (4.0, 2.5, 1.2), "float32": (2.5, 1.6, 0.8)}
+_LEAST_OF_BF16, _LEAST_OF_ONE_THREAD = 0.9, 1.8
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median microseconds of CPU time and by the clock of each call."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            began = time.process_time(), time.perf_counter()
+            call()
+            if turn:  # not the first call, which allocates
+                found[name].append((time.process_time() - began[0], time.perf_counter() - began[1]))
+    return {
+        name: tuple(1e6 * statistics.median(column) for column in zip(*times, strict=True))
+        for name, times in found.items()
+    }
+
+
+class CpuAttention(Benchmark):
+    """Every layout, with 16 heads and one, and one thread and two."""
+
+    devices = ("cpu",)
+    case_limit_s = 300.0
+
+    def start(self, folder: Any) -> dict[str, Any]:
+        compiled.module(required=True)
+        return {**machine(), "torch": torch.__version__, "instructions": compiled.capability()}
+
+    def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
+        size = {"lists": 2, "context": 2048} if self.quick else {"lists": 4, "context": 16384}
+        shapes = [
+            (16, 1, "bfloat16"),
+            (16, 1, "float32"),
+            (16, 2, "bfloat16"),
+            (1, 1, "bfloat16"),
+            (1, 2, "bfloat16"),
+        ]
+        return [
+            {"layout": layout.value, "heads": heads, "threads": threads, "queries": queries, **size}
+            for heads, threads, queries in shapes
+            for layout in MLAKVCacheLayout
+        ]  # fmt: skip
+
+    def measure(self, case: dict[str, Any]) -> dict[str, Any]:
+        lists, context, heads = case["lists"], case["context"], case["heads"]
+        fmt = MLAKVCacheLayout(case["layout"]).row_format(RANK, ROPE)
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(lists * context, RANK + ROPE, generator=generator).bfloat16()
+        pool = encode_rows(values[:, :RANK], values[:, RANK:], fmt)
+        order = torch.randperm(len(pool), generator=generator).view(lists, context)
+        q = torch.randn(lists, heads, RANK + ROPE, generator=generator).to(getattr(torch, case["queries"]))
+        lens = torch.full((lists,), context)
+        exact = decode_rows(pool, fmt, torch.float32).view(lists, context, -1)
+        rounded = exact.bfloat16()
+
+        def ours() -> torch.Tensor:
+            return mla_decode(q, pool, order, lens, fmt, SCALE)[0]
+
+        def in_torch() -> torch.Tensor:
+            with mock.patch.object(compiled, "module", return_value=None):
+                return ours()
+
+        def products(keys: torch.Tensor) -> torch.Tensor:
+            weights = torch.matmul(q.to(keys.dtype), keys.mT)
+            return torch.matmul(weights, keys[..., :RANK])
+
+        def sdpa() -> torch.Tensor:
+            keys, attend = rounded[:, None], torch.nn.functional.scaled_dot_product_attention
+            queries = q.bfloat16()[:, :, None]
+            return attend(queries, keys, keys[..., :RANK], scale=SCALE, enable_gqa=True)
+
+        calls = {
+            "kvpool": ours, "torch": in_torch, "matmul": lambda: products(exact),
+            "matmul_bf16": lambda: products(rounded),
+        }  # fmt: skip
+        before = torch.get_num_threads()
+        torch.set_num_threads(case["threads"])
+        try:
+            times = in_turn(calls, 3 if self.quick else 15)
+            if (case["layout"], heads, case["threads"]) == ("bf16", 16, 1):
+                times |= in_turn({"sdpa": sdpa}, 1)  # takes seconds, and is the same for all layouts
+        finally:
+            torch.set_num_threads(before)
+        cpu, clock = times["kvpool"]
+        peers = [name for name in times if name != "kvpool"]
+        return {
+            "million_rows_per_s": round(len(pool) / clock, 3),
+            "cpu_us": {name: round(one[0], 1) for name, one in times.items()},
+            "clock_us": {name: round(one[1], 1) for name, one in times.items()},
+            "times_as_fast_as": {name: round(times[name][0] / cpu, 2) for name in peers},
+        }
+
+    def targets(self, rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[dict[str, Any]]:
+        measured = {
+            (job["layout"], job["heads"], job["threads"], job["queries"]): row
+            for row in rows
+            if row["status"] == "measured"
+            for job in [row["job"]]
+        }
+        has_products = machine["instructions"].endswith("BF16")
+        found = []
+        for (layout, heads, threads, queries), row in measured.items():
+            name = what(row["job"])
+
+            def at_least(least: float, of: str, ratio: float, name: str = name) -> None:
+                found.append(verdict(name, f"at least {least} times {of}", ratio, ratio >= least))
+
+            plain = measured.get(("bf16", heads, threads, queries))
+            if (heads, threads) == (16, 1):
+                packed, bf16, matmul = _LEAST[queries if has_products else "float32"]
+                ratios = row["times_as_fast_as"]
+                at_least(bf16 if layout == "bf16" else packed, "torch", ratios["torch"])
+                at_least(matmul, "torch.matmul", ratios["matmul"])
+            if layout in ("fp4", "fp8_block_scale") and plain and (heads, threads) in ((16, 1), (1, 2)):
+                least = _LEAST_OF_BF16 if heads == 16 else 1.0
+                at_least(least, "bf16", plain["clock_us"]["kvpool"] / row["clock_us"]["kvpool"])
+            one = measured.get((layout, heads, 1, queries))
+            if threads == 2 and one:
+                at_least(
+                    _LEAST_OF_ONE_THREAD, "one thread", one["clock_us"]["kvpool"] / row["clock_us"]["kvpool"]
+                )
+        return found

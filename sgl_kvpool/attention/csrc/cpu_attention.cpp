@@ -1,0 +1,65 @@
+// Attention over rows on a CPU. Arguments are checked in attention/decode.py and attention/compiled.py.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include "attend.h"
+
+namespace {
+
+using tvm::ffi::TensorView;
+
+int64_t item_bytes(TensorView tensor) { return tensor.dtype().bits / 8; }
+
+// [tokens, heads, ...] with contiguous values of a head.
+kvpool::Strided strided(TensorView tensor) {
+  const int64_t size = item_bytes(tensor);
+  return {static_cast<uint8_t*>(tensor.data_ptr()), tensor.stride(0) * size, tensor.stride(1) * size};
+}
+
+// Shapes: q [T, H, R] and q_rope [T, H, P], bf16 or both fp32; out [T, H, R], bf16 or fp32; lse [T, H], fp32; pool
+// [S, row_bytes]; entries with the last stride; lists [N, 3] as RowList and limits [T], int64. IndexError for a row of
+// S or more.
+void attend_rows(TensorView out, TensorView lse, TensorView q, TensorView q_rope, TensorView pool, TensorView entries,
+                 TensorView lists, TensorView limits, TensorView layout, double scale, double k_scale,
+                 int64_t page_tokens, int64_t page_rows, int64_t threads) {
+  kvpool::Attention call = {};
+  call.layout = static_cast<const kvpool::RowLayout*>(layout.data_ptr());
+  call.pool = static_cast<const uint8_t*>(pool.data_ptr());
+  call.row_stride = pool.stride(0);
+  call.entries = entries.data_ptr();
+  call.entries_are_int64 = item_bytes(entries) == 8;
+  call.entry_stride = entries.stride(entries.ndim() - 1);
+  call.page_tokens = page_tokens;
+  call.page_rows = page_rows;
+  call.lists = static_cast<const kvpool::RowList*>(lists.data_ptr());
+  call.list_count = lists.size(0);
+  call.limits = static_cast<const int64_t*>(limits.data_ptr());
+  call.q = strided(q);
+  call.q_rope = strided(q_rope);
+  call.out = strided(out);
+  call.lse = strided(lse);
+  call.q_is_bf16 = item_bytes(q) == 2;
+  call.out_is_bf16 = item_bytes(out) == 2;
+  call.heads = q.size(1);
+  call.scale = static_cast<float>(scale);
+  call.k_scale = static_cast<float>(k_scale);
+  for (int64_t number = 0; number < call.list_count; ++number) {
+    const kvpool::RowList& list = call.lists[number];
+    const int64_t* first = call.limits + list.first_token;
+    const int64_t most = *std::max_element(first, first + list.tokens);
+    for (int64_t position = 0; position < most; ++position) {
+      if (const int64_t row = call.row(list, position); row >= pool.size(0)) {
+        TVM_FFI_THROW(IndexError) << "entry " << position << " of list " << number << " is row " << row
+                                  << ", outside of a pool of " << pool.size(0)
+                                  << " rows; mark entries without a row by -1";
+      }
+    }
+  }
+  kvpool::attend(call, threads);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_rows, attend_rows);

@@ -1,0 +1,139 @@
+"""Attention on CPUs in C++: every version of its instructions, any shape, threads, sanitizers."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import codec_oracle as oracle
+import pytest
+import torch
+from decode_cases import check, expected, make_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sgl_kvpool.attention import compiled, mla_decode
+from sgl_kvpool.compiler import cpu_flags
+
+HERE = Path(__file__).parent
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+NEEDED = {"DEFAULT": [], "AVX2": ["avx2"], "AVX512": ["avx512_bw"], "AVX512_BF16": ["avx512_bf16"]}
+HAS = torch.cpu.get_capabilities()
+VERSIONS = [name for name, parts in NEEDED.items() if all(HAS.get(part) for part in parts)]
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request, monkeypatch):
+    """The library for some instructions of this CPU, whichever torch would choose."""
+    compiled.module.cache_clear()
+    monkeypatch.setattr(compiled, "capability", lambda: request.param)
+    yield request.param
+    compiled.module.cache_clear()
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def attended(case):
+    positional, keywords = case.arguments
+    return mla_decode(*positional, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_every_version(version, layout, dtype):
+    """Rows of NaN outside of the lists; five heads are a register tile and one more."""
+    assert compiled.module(required=True) is not None
+    for k_scale, rope in ((1.0, 64), (0.5, 0)):
+        case = make_case(
+            layout, rank=384, rope=rope, heads=5, counts=((70, 71), (131, 0)), dtype=dtype, k_scale=k_scale
+        )
+        check(attended(case), case, rounding=0)
+
+
+# The fixture sets the number of threads for all examples.
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_shape(data, threads):
+    queries = data.draw(st.integers(1, 3), label="queries")
+    counts = data.draw(
+        st.lists(st.tuples(*[st.integers(-1, 150)] * queries), min_size=1, max_size=4), label="counts"
+    )
+    case = make_case(
+        data.draw(st.sampled_from(oracle.LAYOUTS), label="layout"),
+        rank=data.draw(st.sampled_from([128, 256, 640]), label="rank"),
+        rope=data.draw(st.sampled_from([0, 64]), label="rope"),
+        heads=data.draw(st.sampled_from([1, 2, 3, 4, 6, 33, 70]), label="heads"),
+        counts=tuple(counts),
+        arrangement=data.draw(st.sampled_from(ARRANGEMENTS), label="arrangement"),
+        ids=data.draw(st.sampled_from([torch.int32, torch.int64]), label="ids"),
+        dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), label="dtype"),
+        seed=data.draw(st.integers(0, 99), label="seed"),
+    )  # fmt: skip
+    threads(data.draw(st.integers(1, 3), label="threads"))
+    check(attended(case), case, rounding=0)
+
+
+def error(case, found):
+    """Root mean square of the errors of results."""
+    return float(((found[0].double().numpy() - expected(case)[0]) ** 2).mean() ** 0.5)
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_no_less_exact_than_torch(layout, monkeypatch):
+    """Float32 queries, whose results are not rounded, over 3000 rows."""
+    case = make_case(layout, heads=4, counts=((3000,),), width=3000, dtype=torch.float32)
+    found = error(case, attended(case))
+    monkeypatch.setattr(compiled, "module", lambda: None)
+    assert found <= error(case, attended(case))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_split_long_and_short_lists(count, threads):
+    case = make_case("fp4", rank=128, heads=16, counts=((2900,), (3,), (700,), (0,)), width=2900)
+    threads(count)
+    check(attended(case), case, rounding=0)
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers(sanitizer, tmp_path):
+    """A program that drives the kernels with odd sizes, unaligned rows and threads."""
+    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    command = [compiler, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
+    (tmp_path / "empty.cpp").write_text("int main() {}")
+    built = subprocess.run([*command, tmp_path / "empty.cpp", "-o", tmp_path / "empty"], capture_output=True)
+    if built.returncode or subprocess.run([tmp_path / "empty"], capture_output=True).returncode:
+        pytest.skip(f"no runtime of -fsanitize={sanitizer}")
+    flags = [flag for flag in cpu_flags(compiled.capability(), exact=False) if flag != "-O3"]
+    sources = Path(compiled.__file__).parent / "csrc"
+    program = tmp_path / "driver"
+    subprocess.run(
+        [*command, *flags, "-O1", "-g", f"-I{sources}", HERE / "attend_driver.cpp", "-o", program], check=True
+    )
+    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, "same results\n"), done.stderr[-3000:]
+
+
+def test_a_failure_is_counted_once_and_torch_attends(monkeypatch, failures):
+    def fails(*_, **__):
+        raise RuntimeError("ninja exited with status 1")
+
+    compiled.module.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("sgl_kvpool.compiler.Module.load", fails)
+            case = make_case("bf16", rank=128, heads=2)
+            for _ in range(2):
+                check(attended(case), case, rounding=0)
+            assert failures() == {"attention_build": 1}
+            with pytest.raises(RuntimeError, match="ninja"):
+                compiled.module(required=True)
+    finally:
+        compiled.module.cache_clear()
