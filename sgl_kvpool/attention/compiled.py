@@ -49,12 +49,18 @@ def attend_rows(
 ) -> None:
     """Attention as `mla_decode` describes it, by `module`; all tensors are on the CPU.
 
-    `q` and `out` are bfloat16 or float32, `q_rope` as `q`, `lse` float32. `lists` `[N, 3]` int64 holds for
+    `q`, `q_rope` and `out` are bfloat16, float16 or float32, `lse` float32. `lists` `[N, 3]` int64 holds for
     each list the element of `entries` (int32 or int64, its last stride) with which it begins, its first token
     and its number of tokens; token t attends the first `limits[t]` entries (int64) of its list. IndexError
     for a row beyond the pool.
     """
+    # float16 is converted, because C++ has it on few compilers.
+    dtype = q.dtype if q.dtype is torch.bfloat16 else torch.float32
+    written = out.float() if out.dtype is torch.float16 else out
+    rope = q[..., :0] if q_rope is None else q_rope
     module().attend_rows(
-        out, lse, q.detach(), q[..., :0].detach() if q_rope is None else q_rope.detach(), pool, entries,
-        lists, limits, layout_tensor(fmt), scale, k_scale, *(page or (1, 1)), torch.get_num_threads(),
+        written, lse, q.detach().to(dtype), rope.detach().to(dtype), pool, entries, lists, limits,
+        layout_tensor(fmt), scale, k_scale, *(page or (1, 1)), torch.get_num_threads(),
     )  # fmt: skip
+    if written is not out:
+        out.copy_(written)

@@ -155,19 +155,20 @@ class RowReader:
         *,
         k_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a batch's queries `[tokens, heads, R + P]`, float32 or bfloat16, over its stored rows;
-        as `attend`, float32.
+        """Attention of a batch's queries `[tokens, heads, R + P]`, of any float dtype, over its stored rows.
+
+        Returns what `attend` does, in float32.
 
         `pool` is `[slots, row_bytes]` uint8 with any row stride, `kv_indices` `[rows]` int32 or int64 the
         rows of all requests, one request after the other, and `plan` the result of `plan`.
         """
         fmt, (tokens, heads, _) = self.fmt, q.shape
-        out = torch.zeros((tokens, heads, fmt.kv_lora_rank))
-        lse = torch.full((tokens, heads), float("-inf"))
+        out = q.new_zeros((tokens, heads, fmt.kv_lora_rank), dtype=torch.float32)
+        lse = q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
         if compiled.module() is not None:
             # A request's parts follow one another in its list.
             requests = list(dict.fromkeys(part.request for _, _, parts in plan for part in parts))
-            limits = torch.zeros(tokens, dtype=torch.int64)
+            limits = q.new_zeros(tokens, dtype=torch.int64)
             for one in requests:
                 reached = causal_limits(one.first_position, one.query_count).clamp(0, one.rows_count)
                 limits[one.query_start : one.query_start + one.query_count] = reached

@@ -227,7 +227,7 @@ def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
     """Attend in C++; where nothing compiles, in torch and float32, one chunk of a list at a time."""
     p, each = params, params.queries_per_list
     limits = p.kv_lens.long().clamp(0, p.kv_indices.shape[1])
-    chosen = torch.arange(p.lists) if p.list_index is None else p.list_index.long()
+    chosen = torch.arange(p.lists, device="cpu") if p.list_index is None else p.list_index.long()
     longest = limits.view(p.lists, each).amax(1)
     absent = (longest > 0) & ((chosen < 0) | (chosen >= len(p.kv_indices)))
     if absent.any():
@@ -236,17 +236,22 @@ def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
             f"list_index[{group}] is {chosen[group]}, kv_indices has {len(p.kv_indices)} lists; pass another"
         )
     if compiled.module() is not None:
-        # C++ multiplies float16 queries as float32.
-        dtype = p.q.dtype if p.q.dtype is torch.bfloat16 else torch.float32
-        out = p.out if p.out.dtype is dtype else p.out.to(dtype)
-        tokens = torch.arange(0, len(p.q), each)
+        tokens = torch.arange(0, len(p.q), each, device="cpu")
         lists = torch.stack([chosen * p.kv_indices.stride(0), tokens, torch.full_like(tokens, each)], dim=1)
-        q, rope = p.q.to(dtype), None if p.q_rope is None else p.q_rope.to(dtype)
         compiled.attend_rows(
-            out, p.lse, q, rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page
+            p.out,
+            p.lse,
+            p.q,
+            p.q_rope,
+            p.pool,
+            p.kv_indices,
+            lists,
+            limits,
+            p.fmt,
+            p.scale,
+            p.k_scale,
+            p.page,
         )
-        if out is not p.out:
-            p.out.copy_(out)
         return
     queries = p.q.float() if p.q_rope is None else torch.cat([p.q, p.q_rope], -1).float()
     heads, rank = p.out.shape[1:]

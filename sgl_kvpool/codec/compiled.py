@@ -119,7 +119,7 @@ def gather_parts(
     if compiled is None:
         reference.gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
         return
-    listed = torch.arange(len(nope_out)) if slots is None else slots.long().contiguous()
+    listed = torch.arange(len(nope_out), device="cpu") if slots is None else slots.long().contiguous()
     rope = nope_out[:, :0] if rope_out is None else rope_out
     threads = torch.get_num_threads()
     compiled.gather_rows(pool, listed, nope_out, rope, layout_tensor(fmt), k_scale, threads)

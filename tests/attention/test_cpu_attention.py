@@ -93,6 +93,13 @@ def test_no_less_exact_than_torch(layout, monkeypatch):
     assert found <= error(case, attended(case))
 
 
+@pytest.mark.parametrize("scale", [-0.06, 0.0])
+def test_scales_that_are_not_positive(scale):
+    """Entries that a query does not attend stay out whatever the sign of -inf times the scale."""
+    case = make_case("fp8", rank=128, heads=3, counts=((40, 7),)).but(scale=scale)
+    check(attended(case), case, rounding=0)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_threads_split_long_and_short_lists(count, threads):
     case = make_case("fp4", rank=128, heads=16, counts=((2900,), (3,), (700,), (0,)), width=2900)

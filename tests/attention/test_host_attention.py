@@ -81,11 +81,12 @@ def test_no_rope_and_k_scale():
     rank, heads = 256, 2
     fmt, pool, decoded = make_pool("fp8", 40, rank, 0)
     requests, ids, _ = batch([30], [1], 40)
-    q = torch.randn(1, heads, rank)
-    reader = RowReader(fmt)
-    out, _ = reader.attend(q, pool, ids, reader.plan(requests), SCALE, k_scale=0.5)
-    wanted, _ = oracle_attention(q.numpy(), decoded[ids.numpy()] * 0.5, rank, 29)
-    np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        q = torch.randn(1, heads, rank).to(dtype)
+        reader = RowReader(fmt)
+        out, _ = reader.attend(q, pool, ids, reader.plan(requests), SCALE, k_scale=0.5)
+        wanted, _ = oracle_attention(q.float().numpy(), decoded[ids.numpy()] * 0.5, rank, 29)
+        np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.usefixtures("each_attention")

@@ -214,14 +214,13 @@ inline void attend_item(const Attention& call, const Item& item, Scratch& scratc
         float factors[kQueries];
         for (int i = 0; i < kQueries; ++i) {
           float* scores = scratch.scores + i * kTileRows;
+          for (int r = 0; r < kTileRows; r += kLanes) store_vector(scores + r, load_vector<Floats>(scores + r) * scale);
           int seen = count;
           while (seen > 0 && positions[which][seen - 1] >= limits[first + i]) --seen;
           for (int r = seen; r < kTileRows; ++r) scores[r] = kNone;
-          Floats largest = load_vector<Floats>(scores) * scale;
-          store_vector(scores, largest);
+          Floats largest = load_vector<Floats>(scores);
           for (int r = kLanes; r < kTileRows; r += kLanes) {
-            const Floats some = load_vector<Floats>(scores + r) * scale;
-            store_vector(scores + r, some);
+            const Floats some = load_vector<Floats>(scores + r);
             largest = some > largest ? some : largest;
           }
           const float before = scratch.sums.largest[first + i], most = std::max(before, largest_of(largest));
