@@ -53,7 +53,7 @@ class CpuAttention(Benchmark):
     devices = ("cpu",)
     case_limit_s = 300.0
 
-    def start(self, folder: Any) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         compiled.module(required=True)
         return {**machine(), "torch": torch.__version__, "instructions": compiled.capability()}
 
