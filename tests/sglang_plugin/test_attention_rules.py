@@ -149,7 +149,7 @@ def test_rocm_calls_its_device_cuda(serve, monkeypatch):
 #: Arguments -> the message of our check, or of SGLang's earlier check.
 REFUSED = {
     ("--enable-deterministic-inference",): "deterministic inference",
-    ("--enable-two-batch-overlap",): "^--enable-two-batch-overlap does not work.*kvpool_mla: the halves",
+    ("--enable-two-batch-overlap",): "^--enable-two-batch-overlap does not work.*kvpool_mla: the backends",
     ("--enable-mis",): "^--enable-mis does not work.*masks between the items",
     ("--cuda-graph-backend-prefill", "full"): "^--cuda-graph-backend-prefill full does not.*use breakable",
     ("--enable-torch-compile",): "^--enable-torch-compile does not work",
@@ -199,7 +199,7 @@ def test_every_feature(field, value):
         **{**off, field: value},
     )
     (feature,) = (feature for feature in BACKEND_FEATURES if feature.field == field)
-    text = f"^{feature.flag}( {value})? does not work with attention backend kvpool_mla: .*; leave it out$"
+    text = f"^{feature.flag}( {value})? does not work with attention backend kvpool_mla: .*; leave it out, or"
     with pytest.raises(ValueError, match=text):
         check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
     setattr(view, field, None)
@@ -267,7 +267,8 @@ def test_chains_are_served(serve, checkpoints, layout, argv):
 @pytest.mark.parametrize("topk", ["2", "4"])
 def test_trees_are_refused(serve, layout, topk):
     tree = ("--speculative-num-steps", "3", "--speculative-eagle-topk", topk)
-    text = f"^--speculative-eagle-topk {topk} does not.*masks of trees.*use --speculative-eagle-topk 1$"
+    bf16 = "$" if layout == "bf16" else ", or use --kv-cache-layout bf16 and leave out --attention-backend"
+    text = f"^--speculative-eagle-topk {topk} does not.*trees need a mask.*--speculative-eagle-topk 1{bf16}"
     with pytest.raises(ValueError, match=text):
         serve(
             "cuda",
@@ -279,7 +280,7 @@ def test_trees_are_refused(serve, layout, topk):
 
 def test_a_topk_of_0_is_refused(serve):
     """0 is a value like 2, and is not taken for an argument that was left out."""
-    with pytest.raises(ValueError, match="^--speculative-eagle-topk 0 does not work.*-topk 1$"):
+    with pytest.raises(ValueError, match="^--speculative-eagle-topk 0 does not work.*-topk 1, or use"):
         serve(
             "cuda", "fp4", *SPECULATIVE, "--speculative-eagle-topk", "0",
             *("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
@@ -288,7 +289,7 @@ def test_a_topk_of_0_is_refused(serve):
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "DFLASH", "DSPARK", "UNO", "frozen_kv_mtp"])
 def test_other_algorithms_are_refused(serve, algorithm):
-    text = f"^--speculative-algorithm {algorithm} does not work.*one of: EAGLE, EAGLE3, NEXTN$"
+    text = f"^--speculative-algorithm {algorithm} does not work.*one of: EAGLE, EAGLE3, NEXTN, or use"
     with pytest.raises(ValueError, match=text) as error:
         serve("cuda", "fp4", "--speculative-algorithm", algorithm)
     assert "it is not known" not in str(error.value)

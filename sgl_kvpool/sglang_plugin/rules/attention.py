@@ -29,10 +29,10 @@ SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
 
 #: Reasons against other algorithms. An algorithm that is not listed, such as a plugin's, is unknown.
 UNSHOWN_ALGORITHMS = {
-    "NGRAM": "it verifies trees of proposals, and their masks are not computed",
+    "NGRAM": "it verifies trees of proposals, which need a mask per query in its kernels",
     "STANDALONE": "the pool of a separate draft model has not been examined",
     "DFLASH": "its drafts attend later tokens",
-    "DSPARK": "its drafts attend later tokens, and its verification has requests of unequal lengths",
+    "DSPARK": "its verification has not been tested with this backend",
     "FROZEN_KV_MTP": "its drafts read the target's pool",
     "UNO": "SGLang supports it with fa3 only",
 }
@@ -161,8 +161,8 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         )
     if KVPOOL_BACKEND in in_use:
         _check_device(view)
-        _check_features(BACKEND_FEATURES, view)
-    _check_speculation(in_use, view)
+        _check_features(BACKEND_FEATURES, view, layout, arrangement)
+    _check_speculation(in_use, view, layout, arrangement)
     if view.speculative_algorithm is None:
         return
     draft = view.speculative_draft_attention_backend
@@ -203,16 +203,29 @@ def check_model(model_config: Any, view: Any) -> None:
         )
 
 
-def _check_features(features: tuple[Feature, ...], view: Any) -> None:
+def _check_features(
+    features: tuple[Feature, ...], view: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement
+) -> None:
     found = first_in_use(features, view)
     if found is not None:
         feature, text = found
         raise Refusal(
             f"{text} does not work with attention backend {KVPOOL_BACKEND}: {feature.reason}; leave it out"
+            f"{_or_rows_of_sglang(layout, arrangement, view)}"
         )
 
 
-def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None:
+def _or_rows_of_sglang(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> str:
+    """The end of a refusal's last clause: the layout that SGLang's own backend reads, if there is one."""
+    plain = MLAKVCacheLayout.BF16
+    if layout is plain or is_chosen(plain, arrangement, view.device):
+        return ""
+    return f", or use {LAYOUT.flag} {plain} and leave out --attention-backend, and SGLang's backend reads it"
+
+
+def _check_speculation(
+    in_use: tuple[str | None, str | None], view: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement
+) -> None:
     """Refuse speculative decoding that our backend does not verify, or does not draft for."""
     algorithm, draft = view.speculative_algorithm, view.speculative_draft_attention_backend
     if algorithm is None:
@@ -236,7 +249,7 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
         reason = UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
         raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
-            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}"
+            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}{_or_rows_of_sglang(layout, arrangement, view)}"
         )
     if not all(ours):
         raise Refusal(
@@ -247,6 +260,7 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
     if topk not in (None, 1):
         raise Refusal(
             f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
-            "verifies chains, and the masks of trees are not computed; use --speculative-eagle-topk 1"
+            "verifies chains, and trees need a mask per query in its kernels; use --speculative-eagle-topk 1"
+            f"{_or_rows_of_sglang(layout, arrangement, view)}"
         )
-    _check_features(DRAFT_FEATURES, view)
+    _check_features(DRAFT_FEATURES, view, layout, arrangement)

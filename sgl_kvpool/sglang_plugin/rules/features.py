@@ -82,9 +82,7 @@ def _is_given(value: Any) -> bool:
     return value is not None
 
 
-def _context_parallel(reason: str) -> tuple[Feature, Feature]:
-    return Feature("enable_prefill_cp", reason), above_one("attn_cp_size", reason)
-
+_LINKER = "its keys do not name the layout, so that rows of another layout would be read back as these"
 
 #: Features that build another pool, read rows without knowing the layout, or start schedulers without it.
 LAYOUT_FEATURES = (
@@ -94,8 +92,8 @@ LAYOUT_FEATURES = (
     Feature("enable_dsa_cache_layer_split", "it allocates a pool of its own"),
     above_one("dcp_size", "decode context parallelism scatters rows by rules of its own"),
     Feature("enable_page_major_kv_layout", "it allocates a pool of its own"),
-    Feature("enable_unified_cache_external_linker", "the linker accepts SGLang's own pool classes only"),
-    Feature("enable_linker_mla_dedup", "the linker accepts SGLang's own pool classes only"),
+    Feature("enable_unified_cache_external_linker", _LINKER),
+    Feature("enable_linker_mla_dedup", _LINKER),
     Feature("enable_lmcache", "it computes the bytes of a row by itself"),
     Feature("enable_flexkv", "it computes the bytes of a row by itself"),
     Feature("radix_cache_backend", "a cache backend computes the bytes of a row by itself", in_use=_is_given),
@@ -126,14 +124,16 @@ def _captures_whole_prefill(config: Any) -> bool:
     return config is not None and config.prefill.backend == "full"
 
 
+_PREFILL_CP = "for dense MLA, SGLang splits prompts over ranks inside its fa3 backend, which reads bf16"
+_SPARSE_CP = "requests without a token on a rank shift where SGLang looks for the keys of the others"
+
 #: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
     Feature("enable_deterministic_inference", "its results may depend on the batch in their last bits"),
-    Feature("enable_two_batch_overlap", "the halves of a batch would share the buffers of one step"),
+    Feature("enable_two_batch_overlap", "the backends of its halves have not been shown to agree"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
-    *_context_parallel(
-        "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it"
-    ),
+    Feature("enable_prefill_cp", _PREFILL_CP),
+    above_one("attn_cp_size", _PREFILL_CP),
     Feature(
         "dllm_algorithm",
         "diffusion attends later tokens, and the backend attends earlier tokens only",
@@ -163,7 +163,8 @@ DRAFT_FEATURES = (
 #: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
-    *_context_parallel("it does not gather the rows of other ranks"),
+    Feature("enable_prefill_cp", _SPARSE_CP),
+    above_one("attn_cp_size", _SPARSE_CP),
 )
 
 for _features in (LAYOUT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, READER_FEATURES):

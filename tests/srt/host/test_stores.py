@@ -58,6 +58,29 @@ def test_a_restarted_server_finds_its_pages(controller_of, store, layout, label)
         assert np.array_equal(found, expected)
 
 
+def test_a_store_that_the_server_loads_by_its_class(controller_of, store):
+    """`--hicache-storage-backend dynamic`: its keys contain the layout too."""
+    config = {
+        "backend_name": "named", "module_path": "sglang.srt.mem_cache.hicache_storage",
+        "class_name": "HiCacheFile", "file_storage_path": str(store),
+    }  # fmt: skip
+
+    def server(layout):
+        controller = controller_of(device_pool(layout, pages=9))
+        controller.attach_storage_backend(
+            "dynamic", model_name="model", storage_backend_extra_config=dict(config)
+        )
+        return controller
+
+    for layout in ("fp4", "fp8_block_scale"):
+        assert server(layout).storage_backend.batch_exists(KEYS) == 0  # with pages of the other layout
+        wanted = filled(first := server(layout))
+        assert put(first)
+        hits, found = get(server(layout))
+        assert hits == 4
+        assert np.array_equal(found[[0, 5, 2, 6]], wanted[[3, 1, 4, 0]])
+
+
 def test_each_format_has_a_limit_of_its_own_and_old_pages_are_removed_by_time(
     controller_of, store, monkeypatch
 ):
