@@ -15,8 +15,8 @@ OPTIONS = (
     *(KV_CACHE_LAYOUT, "KVPOOL_KV_CACHE_ARRANGEMENT"),
     *("KVPOOL_KV_HOST_LAYOUT", "KVPOOL_KV_HOST_ENGINE", "KVPOOL_KV_HOST_SHARING"),
 )
-#: Internal: names of the hook groups that a scheduler applies. The launcher of a server with a layout sets it
-#: while it spawns schedulers, which load plugins before they know their arguments.
+#: Internal: names of the hook groups that a scheduler applies, because it loads plugins before it knows its
+#: arguments. Set where a server's arguments are resolved, until SGLang's Engine has spawned its schedulers.
 CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 #: Internal: the file into which a child writes why it was refused at its start.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
@@ -91,18 +91,21 @@ def is_requested(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() not in _FALSE
 
 
+def export(name: str, value: str | os.PathLike[str] | None) -> None:
+    """Set a variable for this process and its children, or remove it."""
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = os.fspath(value)
+
+
 @contextmanager
 def exported_to_children(name: str, value: str | os.PathLike[str] | None) -> Iterator[None]:
     """Export a variable for the time of a spawn; a second Engine in this process must not see it."""
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = os.fspath(value)
+    export(name, value)
     try:
         yield
     finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+        export(name, None)
 
 
 def problems() -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cluster_servers
 import foreign_version
+import grpc_server
 import host_tier_servers as host_tier
 import hybrid_servers
 import peer_servers
@@ -350,6 +351,7 @@ JOBS = {
     "regression": regression_run.regression,
     "smollm2": smollm2_server.serve,
     **cluster_servers.JOBS,
+    **grpc_server.JOBS,
     **hybrid_servers.JOBS,
     **peer_servers.JOBS,
     **ranked_servers.JOBS,

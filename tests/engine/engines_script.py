@@ -44,8 +44,16 @@ def main(model_path):
 
     answers = [{"refused": refused(sglang, model_path)}]
     ours = {"kv_cache_layout": "fp4", "kv_cache_arrangement": "page_major", "page_size": 8}
-    for extra in (ours, {"attention_backend": "torch_native"}):
-        engine = sglang.Engine(model_path=model_path, **ARGUMENTS, **extra)
+    # Both are resolved before the first is launched.
+    build = sglang.Engine.server_args_class
+    both = [
+        build(model_path=model_path, **ARGUMENTS, **extra)
+        for extra in (ours, {"attention_backend": "torch_native"})
+    ]
+    for server_args in both:
+        server_args.resolve_once()
+    for server_args in both:
+        engine = sglang.Engine(server_args=server_args)
         text = engine.generate(PROMPT, SAMPLING)
         info = engine.get_server_info()
         answers.append(

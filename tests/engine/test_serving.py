@@ -220,7 +220,15 @@ def test_a_stock_backend_that_takes_strides_reads_token_major_rows(record):
     assert logprobs(found["prompt"]) == logprobs(stock["prompt"])
 
 
-# ------------------------------------------------------------------ Engine
+# ------------------------------------------------------------------ Engine and other launchers
+
+
+@pytest.mark.engine("grpc", "fp4")
+def test_a_launcher_of_its_own_serves_the_layout(record):
+    """SMG's gRPC servicer gives its schedulers the layout, and answers as an HTTP server with it."""
+    found = record("grpc")
+    assert found["log"].count(f"sgl-kvpool: KV cache layout fp4: {ROW_BYTES['fp4']} bytes per token") == 1
+    assert found["output_ids"] == tokens(record("fp4")["first"])
 
 
 @pytest.mark.engine("engines")

@@ -104,6 +104,7 @@ def resolve(monkeypatch):
         "KV_HOST_SHARING",
     ):
         monkeypatch.delenv(f"KVPOOL_{name}", raising=False)
+    monkeypatch.setenv("_KVPOOL_CHILD_HOOK_GROUPS", "")  # resolution exports it, to later tests too
     from sgl_kvpool.sglang_plugin import options as record
 
     # Requests that other tests' records have left.

@@ -85,8 +85,6 @@ FEATURES = {
     "--enable-flexkv": (),
     "--radix-cache-backend": ("other",),
     "--use-ray": (),
-    "--grpc-mode": (),
-    "--smg-grpc-mode": (),
     "--disaggregation-decode-host-receive-threshold": ("0.5", "--disaggregation-mode", "decode"),
     "--disaggregation-decode-retraction-backup": ("host_pool", "--disaggregation-mode", "decode"),
 }
@@ -202,14 +200,45 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
         seen.append((os.environ.get(env.CHILD_HOOK_GROUPS), env.CHILD_REFUSAL in os.environ))
         return SimpleNamespace(wait_for_ready=None), []
 
-    packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     plain = resolve(checkpoints["mla"])
-    _launch_scheduler_processes(spawn, object, packed, None, None)
-    assert not {env.CHILD_HOOK_GROUPS, env.CHILD_REFUSAL} & set(os.environ)
-    monkeypatch.setenv(env.CHILD_HOOK_GROUPS, "left over")
-    _launch_scheduler_processes(spawn, object, plain, None, None)
-    assert seen == [("pools, dense MLA on a CPU", True), (None, False)]
-    assert os.environ[env.CHILD_HOOK_GROUPS] == "left over"
+    packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    for args in (plain, packed, plain):
+        _launch_scheduler_processes(spawn, object, args, None, None)
+        assert not {env.CHILD_HOOK_GROUPS, env.CHILD_REFUSAL} & set(os.environ)
+    assert seen == [(None, False), ("pools, dense MLA on a CPU", True), (None, False)]
+
+
+def test_any_launcher_gives_its_schedulers_the_last_resolved_arguments(
+    resolve, checkpoints, monkeypatch, capsys
+):
+    """As SMG's gRPC servicer, which spawns them itself; a scheduler of other arguments ends."""
+    import pickle
+
+    from sgl_kvpool import env
+    from sgl_kvpool.sglang_plugin.hooks.launching import _configure_scheduler_process
+
+    def end(status):
+        raise SystemExit(status)
+
+    def configure(args):
+        return _configure_scheduler_process(lambda args, gpu: "went on", pickle.loads(pickle.dumps(args)), 0)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.delenv(env.CHILD_HOOK_GROUPS, raising=False)
+    packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    assert os.environ[env.CHILD_HOOK_GROUPS] == "pools, dense MLA on a CPU"
+    assert configure(packed) == "went on"
+    plain = resolve(checkpoints["mla"])
+    assert env.CHILD_HOOK_GROUPS not in os.environ
+    assert configure(plain) == "went on"
+    with pytest.raises(SystemExit):
+        configure(packed)
+    assert (
+        "the hook groups None, but its arguments need 'pools, dense MLA on a CPU'" in capsys.readouterr().err
+    )
+    resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    with pytest.raises(SystemExit):
+        configure(plain)
 
 
 def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):

@@ -1,10 +1,18 @@
-"""Hooks of the process that launches a server with a layout: its schedulers' hook groups, its server info."""
+"""How schedulers get their server's hook groups, and hooks of the process that launches them.
+
+A scheduler loads plugins before it knows its arguments, so the process that resolves these exports the hook
+groups (:func:`export_hook_groups`), for SGLang's Engine as for any other launcher, and the scheduler compares
+them with its arguments.
+"""
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_groups, hook_points, options, startup
+from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 from sgl_kvpool.sglang_plugin.hooks import weights
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
@@ -23,23 +31,57 @@ def _hook_ray() -> None:
         hook_points.wrap(ray, _launch_scheduler_actors)
 
 
+#: Attribute of a resolved `ServerArgs`: names of its schedulers' hook groups; None without a layout.
+_HOOK_GROUPS = "_kvpool_hook_groups"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+uses(f"{_SCHEDULER}.configure_scheduler_process", "pools", takes=("server_args",))
+
+
+def export_hook_groups(server_args: Any, groups: Iterable[HookGroup]) -> None:
+    """Export the hook groups of resolved arguments to the schedulers that this process will spawn."""
+    names = hook_groups.names(groups) or None
+    setattr(server_args, _HOOK_GROUPS, names)
+    env.export(env.CHILD_HOOK_GROUPS, names)
+
+
+@installs("arguments")
+def _hook_schedulers() -> None:
+    # Every scheduler calls it, after its plugins are loaded and before it builds a pool.
+    if hasattr(sys.modules.get(_SCHEDULER), "configure_scheduler_process"):
+        hook_points.wrap(f"{_SCHEDULER}.configure_scheduler_process", _configure_scheduler_process)
+
+
+def _configure_scheduler_process(original, server_args, *args, **kwargs):
+    """Refuse a scheduler that was given the hook groups of another server's arguments, or none."""
+    own, given = getattr(server_args, _HOOK_GROUPS, None), env.text(env.CHILD_HOOK_GROUPS)
+    with startup.ending_when_refused():
+        if own != given:
+            raise Refusal(
+                f"this scheduler was given the hook groups {given!r}, but its arguments need {own!r}: the "
+                "arguments of another server were resolved after them; resolve and launch one server before "
+                "the other, or use sglang.Engine"
+            )
+    return original(server_args, *args, **kwargs)
+
+
 @around(
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
     "launcher",
     reads=("port_args", "run_scheduler_process_func"),
 )
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
-    """Export to the schedulers which hook groups to apply, and the file for a refusal."""
-    if options.layout_of(server_args) is None:
+    """Export to the schedulers which hook groups to apply, and the file for a refusal.
+
+    The Engine's other processes, and other Engines, do not get them.
+    """
+    groups = getattr(server_args, _HOOK_GROUPS, None)
+    if groups is None:
         with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
-
     weights.draw(server_args)
     path = startup.refusal_path(server_args)
-    groups = hook_groups.used_by(resolving_view(server_args), model_config_of(server_args))
     with (
-        env.exported_to_children(env.CHILD_HOOK_GROUPS, hook_groups.names(groups)),
+        env.exported_to_children(env.CHILD_HOOK_GROUPS, groups),
         env.exported_to_children(env.CHILD_REFUSAL, path),
     ):
         launched, processes = original(cls, server_args, *args, **kwargs)

@@ -14,6 +14,7 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, print_without_traceback
 from sgl_kvpool.sglang_plugin import hook_groups, models, options
+from sgl_kvpool.sglang_plugin.hooks import launching
 from sgl_kvpool.sglang_plugin.models import is_dsa
 from sgl_kvpool.sglang_plugin.registry import around, fields, installs, uses
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
@@ -247,9 +248,10 @@ def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
 def _finish(server_args):
     """After SGLang's last step, refuse resolved arguments that contradict the options.
 
-    Also choose host sharing, and hook the launcher.
+    Also choose host sharing, hook the launcher, and export the schedulers' hook groups.
     """
     layout, arrangement = options.layout_of(server_args), options.arrangement_of(server_args)
+    launching.export_hook_groups(server_args, ())
     if layout is None and not env.flag(env.FIX_TOPK):
         return
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
@@ -261,7 +263,8 @@ def _finish(server_args):
             hook_groups.require((hook_groups.SPARSE_ATTENTION,))
             dsa_rules.check_stock(model_config, view)
         return
-    hook_groups.require(hook_groups.used_by(view, model_config))
+    groups = hook_groups.used_by(view, model_config)
+    hook_groups.require(groups)
     argument_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
     requested = {one: getattr(server_args, one.attribute, None) or one.default for one in options.OPTIONS}
@@ -283,6 +286,7 @@ def _finish(server_args):
         attention_rules.check_model(model_config, view)
     models.check_resolved_dtype(layout, view.kv_cache_dtype, is_dsa=sparse)
     hook_groups.apply((hook_groups.LAUNCHER,))
+    launching.export_hook_groups(server_args, groups)
 
 
 #: Step of SGLang's argument resolution -> function that wraps it, in SGLang's order.

@@ -98,8 +98,6 @@ LAYOUT_FEATURES = (
     Feature("enable_flexkv", "it computes the bytes of a row by itself"),
     Feature("radix_cache_backend", "a cache backend computes the bytes of a row by itself", in_use=_is_given),
     Feature("use_ray", "Ray actors do not load SGLang plugins"),
-    Feature("grpc_mode", "its launcher does not pass the layout to the schedulers"),
-    Feature("smg_grpc_mode", "its launcher does not pass the layout to the schedulers"),
     Feature(
         "disaggregation_decode_host_receive_threshold",
         "SGLang receives into its host pool for retracted requests, which supports multi-head pools only",
