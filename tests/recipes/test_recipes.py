@@ -25,7 +25,6 @@ NEVER = {
     "k3-dcp4": "--dcp-size 4",
     "v32-hisparse-decode": "--enable-hisparse",
     "glm51-pd-decode-hisparse": "--enable-hisparse",
-    "k2-smg-grpc": "--smg-grpc-mode",
     "minicpm3": "qk_rope_head_dim=32",
 }
 WAYS_OUT = ("leave", "use ", "serve ")
