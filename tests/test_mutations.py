@@ -46,8 +46,8 @@ MUTATIONS = {
     ),
     "the page size taken from the wrong axis": (
         "memory/arrangement.py",
-        "pages = slots.div(page_size_tokens,",
-        "pages = slots.div(rows_per_page,",
+        "pages = rows.div(page_size_tokens,",
+        "pages = rows.div(rows_per_page,",
         "tests/memory/test_arrangement.py::test_slots_to_rows",
     ),
     "position and head strides swapped": (

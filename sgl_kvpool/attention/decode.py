@@ -92,7 +92,7 @@ def mla_decode(
     q_rope: torch.Tensor | None = None,
     list_index: torch.Tensor | None = None,
     queries_per_list: int = 1,
-    page: tuple[int, int] | None = None,
+    page: tuple[int, int] | tuple[int, int, int] | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
@@ -127,7 +127,7 @@ def mla_decode(
     list_index : Tensor [T / queries_per_list], int32 or int64, optional
         List of each group of queries; list b for group b by default.
     queries_per_list : int
-    page : PageStride or (int, int), optional
+    page : PageStride, or its first two or three fields, optional
         If given, entries of `kv_indices` are slots, of which it gives the rows.
     out : Tensor [T, H, R], q's dtype, optional
         Written and returned; all strides except the last are free.

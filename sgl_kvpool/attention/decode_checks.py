@@ -122,18 +122,18 @@ def kv_lens(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
     _index(kv_lens, "kv_lens", (tokens,), pool)
 
 
-def page(value: tuple[int, int] | None) -> PageStride | None:
-    """Check a pair (page_size_tokens, rows_per_page); None if slots are row numbers."""
+def page(value: tuple[int, int] | PageStride | None) -> PageStride | None:
+    """Check the fields of a PageStride; None if slots are row numbers."""
     if value is None:
         return None
-    pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_whole, value))
-    page_size_tokens, rows_per_page = value if pair else (0, 0)
-    if page_size_tokens < 1 or rows_per_page < page_size_tokens:
+    known = isinstance(value, tuple) and len(value) in (2, 3) and all(map(_is_whole, value))
+    stride = PageStride(*value) if known else PageStride(0, 0)
+    if not 1 <= stride.page_size_tokens <= stride.rows_per_page or stride.slots_per_row < 1:
         raise ValueError(
             f"page={value!r}, expected (page_size_tokens, rows_per_page) with 1 <= page_size_tokens <= "
-            "rows_per_page; take both from the pool's RowPlacement"
+            "rows_per_page, and slots_per_row >= 1 if given; take it from the pool's page_stride"
         )
-    return None if page_size_tokens == rows_per_page else PageStride(page_size_tokens, rows_per_page)
+    return None if stride == PageStride(stride.rows_per_page, stride.rows_per_page) else stride
 
 
 def _is_whole(value: object) -> bool:

@@ -209,8 +209,9 @@ def gluon_decode_kernel(
     kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr,
-    QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr,
+    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
+    SCALE_AT: gl.constexpr,
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
     REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -247,7 +248,7 @@ def gluon_decode_kernel(
     # Rows are copied one block ahead, row numbers are loaded two blocks ahead.
     numbers.store(
         row_numbers(
-            load_entries(kv_indices, begin, end, kv_indices_stride, WARPS), row_count, PAGE, PAGE_ROWS
+            load_entries(kv_indices, begin, end, kv_indices_stride, WARPS), row_count, PAGE, PAGE_ROWS, SPAN
         )
     )
     entries = load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, WARPS)
@@ -281,7 +282,7 @@ def gluon_decode_kernel(
         if COPIED_OPERAND:
             fence_async_shared()
         _barrier()  # copies have arrived, and the values of the block before have been read
-        numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS))
+        numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN))
         entries = load_entries(kv_indices, start + 2 * BLOCK, end, kv_indices_stride, WARPS)
         s, of_tiles = _scores(
             raw, parts, values, queries, rope_queries, R, NOPE, SCALE, ROPE, BLOCK_H, REG_PARTS, WARPS

@@ -271,8 +271,8 @@ def _decoded(unit, of_tiles, u: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.cons
 @gluon.jit
 def _decoder_role(
     pool, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride, row_count,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, R: gl.constexpr,
-    NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr, ROPE: gl.constexpr,
+    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
+    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr, ROPE: gl.constexpr,
     ROPE_AT: gl.constexpr,
 ):  # fmt: skip
     A: gl.constexpr = gl.DotOperandLayout(0, scores_layout(_ROWS, _W), 2)
@@ -280,7 +280,7 @@ def _decoder_role(
     HALF: gl.constexpr = UNITS // 2
     full, empty, _, _ = bars
     entries = _entries(kv_indices, begin, end, kv_indices_stride)
-    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS)
+    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
     numbers.index(0).store(coming)
     units = ()
     for u in gl.static_range(UNITS):
@@ -288,7 +288,7 @@ def _decoder_role(
     of_tiles = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
     rope = load_register_parts(pool, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, _ROPE_IN_REGISTERS, _W)
     entries = _entries(kv_indices, begin + _ROWS, end, kv_indices_stride)
-    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS)
+    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
     block = 0
     for start in range(begin, stop, _ROWS):
         at = block & 1
@@ -314,7 +314,7 @@ def _decoder_role(
         of_tiles = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
         fence_async_shared()
         mbarrier.arrive(full.index(at), count=1)
-        coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS)
+        coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
         block += 1  # noqa: SIM113
 
 
@@ -326,8 +326,9 @@ def gluon_wide_decode_kernel(
     kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr,
-    QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr,
+    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
+    SCALE_AT: gl.constexpr,
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`."""
@@ -391,6 +392,6 @@ def gluon_wide_decode_kernel(
         )),
         (_decoder_role, (
             pool_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride,
-            row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT,
+            row_count, ROW_STRIDE, PAGE, PAGE_ROWS, SPAN, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT,
         )),
     ], [_W, _W], [160, 144])  # fmt: skip

@@ -78,10 +78,15 @@ _INT32_MAX = 2**31 - 1
 
 
 class PageStride(NamedTuple):
-    """Slot s is row ``s // page_size_tokens * rows_per_page + s % page_size_tokens``."""
+    """Slot s is row ``p // page_size_tokens * rows_per_page + p % page_size_tokens``, p = s // slots_per_row.
+
+    With decode context parallelism `slots_per_row` ranks store one of as many neighbouring slots each, in
+    the same row; page_size_tokens counts the tokens of one rank.
+    """
 
     page_size_tokens: int
     rows_per_page: int
+    slots_per_row: int = 1
 
 
 def rows_of_slots(slots: torch.Tensor, page: PageStride | None) -> torch.Tensor:
@@ -91,9 +96,10 @@ def rows_of_slots(slots: torch.Tensor, page: PageStride | None) -> torch.Tensor:
     """
     if page is None:
         return slots
-    page_size_tokens, rows_per_page = page
-    pages = slots.div(page_size_tokens, rounding_mode="floor")
-    return (slots + pages * (rows_per_page - page_size_tokens)).where(slots >= 0, slots)
+    page_size_tokens, rows_per_page, slots_per_row = page
+    rows = slots.div(slots_per_row, rounding_mode="floor")
+    pages = rows.div(page_size_tokens, rounding_mode="floor")
+    return (rows + pages * (rows_per_page - page_size_tokens)).where(slots >= 0, slots)
 
 
 _AXES = {

@@ -32,7 +32,7 @@ class Case:
     k_scale: float = 1.0
     list_index: torch.Tensor | None = None
     queries_per_list: int = 1
-    page: tuple[int, int] | None = None
+    page: tuple[int, ...] | None = None
     options: dict = field(default_factory=dict)
 
     def but(self, **changes):
@@ -48,6 +48,15 @@ class Case:
             "page": self.page,
         }
         return positional, {**keywords, **self.options}
+
+    def of_rank(self, rank, ranks):
+        """The same rows as the part of one rank of decode context parallelism, in lists of all slots."""
+        lists, width = self.kv_indices.shape
+        table = torch.full((lists, width * ranks), 2**30, dtype=self.kv_indices.dtype)
+        slots = self.kv_indices.long()
+        table[:, rank::ranks] = torch.where(slots < 0, slots, slots * ranks + rank).to(table.dtype)
+        page = (*(self.page or (1, 1)), ranks)
+        return self.but(kv_indices=table[:, rank::ranks], page=page)
 
     def to(self, device):
         moved = {
@@ -138,6 +147,7 @@ def expected(case):
         if not 0 <= chosen < len(case.kv_indices):
             continue
         slots = case.kv_indices[chosen, : max(int(case.kv_lens[token]), 0)].numpy()
+        slots = slots // (*(case.page or (1, 1)), 1)[2]
         seen = case.values[slots[(slots >= 0) & (slots < len(case.values))]].astype(np.float64)
         if not len(seen):
             continue

@@ -8,14 +8,15 @@ from sgl_kvpool.codec import reference
 from sgl_kvpool.layout import RowFormat
 
 
-def rows_of_entries(entries: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
+def rows_of_entries(entries: torch.Tensor, page: tuple[int, ...] | None) -> torch.Tensor:
     """int64 row numbers of the entries of a list; negative entries, which are not rows, stay negative."""
     entries = entries.long()
     if page is None:
         return entries
-    page_size_tokens, rows_per_page = page
-    pages = entries.div(page_size_tokens, rounding_mode="floor")
-    rows = pages * rows_per_page + entries % page_size_tokens
+    page_size_tokens, rows_per_page, slots_per_row = (*page, 1)[:3]
+    own = entries.div(slots_per_row, rounding_mode="floor")
+    pages = own.div(page_size_tokens, rounding_mode="floor")
+    rows = pages * rows_per_page + own % page_size_tokens
     return torch.where(entries < 0, entries, rows)
 
 
@@ -30,7 +31,7 @@ def mla_decode_oracle(
     *,
     list_index: torch.Tensor | None = None,
     queries_per_list: int = 1,
-    page: tuple[int, int] | None = None,
+    page: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `sgl_kvpool.attention.mla_decode`, on tensors of any device; nothing is checked.
 

@@ -82,6 +82,7 @@ def call(**changes):
         ({"page": (0, 61)}, ValueError, "page=(0, 61)"),
         ({"page": 4}, ValueError, "page=4, expected (page_size_tokens, rows_per_page)"),
         ({"page": (4.0, 12)}, ValueError, "page=(4.0, 12)"),
+        ({"page": (4, 12, 0)}, ValueError, "page=(4, 12, 0)"),
         ({"queries_per_list": "2"}, TypeError, "queries_per_list='2' is str, expected int"),
         ({"max_rows": 2.5}, TypeError, "max_rows=2.5 is float"),
         ({"scale": float("nan")}, ValueError, "scale=nan is not finite"),

@@ -79,6 +79,15 @@ def test_page_sizes(layout, page_size):
     check_everything(case)
 
 
+@pytest.mark.parametrize("arrangement", ["layer_major", "page_major"])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (2, 3), (7, 8)])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_a_rank_attends_its_own_slots(layout, rank, ranks, arrangement):
+    """Decode context parallelism: every `ranks`-th entry of a list; -1 must not become row 0."""
+    case = make_case(layout, rank=128, heads=3, counts=VERIFY, arrangement=arrangement, ids=torch.int64)
+    check_everything(case.of_rank(rank, ranks))
+
+
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_splits_give_the_same(layout):
     """1, 2 and 7 splits of lists of up to 5 blocks (`fp8_block_scale`: 3); short ones have empty splits."""

@@ -224,6 +224,14 @@ def test_invalid_counts_and_lists(runs, kernel, rank, splits):
 
 
 @of_kernels
+@pytest.mark.parametrize("arrangement", ["layer_major", "page_major"])
+def test_a_rank_attends_its_own_slots(runs, kernel, rank, arrangement):
+    """The second of three ranks of decode context parallelism; its list is not aligned to 16 bytes."""
+    case = make_case("fp4", rank=rank, counts=COUNTS, arrangement=arrangement).of_rank(1, 3)
+    decode(case, 2, tile=tile_of(kernel, case))
+
+
+@of_kernels
 def test_slots_whose_row_number_overflows_are_skipped(runs, kernel, rank):
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
     case = make_case("fp4", rank=rank, arrangement="page_major", counts=((9,),))
