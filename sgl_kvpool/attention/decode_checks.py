@@ -122,7 +122,7 @@ def kv_lens(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
     _index(kv_lens, "kv_lens", (tokens,), pool)
 
 
-def page(value: tuple[int, int] | PageStride | None) -> PageStride | None:
+def page(value: tuple[int, int] | tuple[int, int, int] | None) -> PageStride | None:
     """Check the fields of a PageStride; None if slots are row numbers."""
     if value is None:
         return None
