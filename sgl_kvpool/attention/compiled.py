@@ -45,7 +45,7 @@ def attend_rows(
     fmt: RowFormat,
     scale: float,
     k_scale: float,
-    page: PageStride | tuple[int, int] | None = None,
+    page: PageStride | None = None,
 ) -> None:
     """Attention as `mla_decode` describes it, by `module`; all tensors are on the CPU.
 
@@ -60,7 +60,7 @@ def attend_rows(
     rope = q[..., :0] if q_rope is None else q_rope
     module().attend_rows(
         written, lse, q.detach().to(dtype), rope.detach().to(dtype), pool, entries, lists, limits,
-        layout_tensor(fmt), scale, k_scale, *(page or (1, 1)), torch.get_num_threads(),
+        layout_tensor(fmt), scale, k_scale, *(page or PageStride(1, 1)), torch.get_num_threads(),
     )  # fmt: skip
     if written is not out:
         out.copy_(written)

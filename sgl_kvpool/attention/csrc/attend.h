@@ -37,7 +37,7 @@ struct Attention {
   const void* entries;  // int32 or int64 slots; negative ones are skipped
   bool entries_are_int64;
   int64_t entry_stride;
-  int64_t page_tokens, page_rows;  // the row of a slot; 1 and 1 if slots are rows
+  int64_t page_tokens, page_rows, slots_per_row;  // as PageStride; 1, 1 and 1 if slots are rows
   const RowList* lists;
   int64_t list_count;
   const int64_t* limits;  // entries of its list that each token attends
@@ -51,7 +51,8 @@ struct Attention {
     const int64_t at = list.first_element + position * entry_stride;
     const int64_t slot =
         entries_are_int64 ? static_cast<const int64_t*>(entries)[at] : static_cast<const int32_t*>(entries)[at];
-    return slot < 0 ? slot : slot + slot / page_tokens * (page_rows - page_tokens);
+    const int64_t stored = slot / slots_per_row;
+    return slot < 0 ? slot : stored + stored / page_tokens * (page_rows - page_tokens);
   }
   int64_t values() const { return layout->latent_values + layout->rope_values; }
 };
