@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the model that `sgl-kvpool demo` serves, on the sources of this Python's standard library.
 
-    python scripts/train_demo_model.py --out build/demo-model [--steps 3000]
+    python -m scripts.train_demo_model --out build/demo-model [--steps 3000]
 
 Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out windows and training.json. It
 took 70 minutes on two cores. To ship the result, copy that folder over sgl_kvpool/demo/byte_mla_python, whose
@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from scripts.byte_model import initialise, read_model, write_model
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import decode_rows, encode_rows
-from sgl_kvpool.demo.checkpoint import read_model, write_model
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, CausalRows, initialise
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, CausalRows
 
 #: Held-out modules, chosen by hand for variety before any training.
 HELD_OUT = (

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvpool import __version__, env
-from sgl_kvpool.commands import plan, reference, warmup
+from sgl_kvpool.commands import arguments, plan, reference, warmup
 from sgl_kvpool.commands.waiting import progress
-from sgl_kvpool.demo import evaluate, model
+from sgl_kvpool.demo import evaluate, model, report
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import environment_problems
 
@@ -36,12 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo = commands.add_parser(
         "demo", help="start the real SGLang server once per layout and compare the answers"
     )
-    demo.add_argument(
-        "--layouts",
-        type=_layout_list,
-        metavar="NAME[,NAME...]",
-        help=f"which layouts, of {', '.join(m.value for m in MLAKVCacheLayout)} (all; --cluster: bf16,fp4)",
-    )
+    arguments.add_layouts(demo, f", of {', '.join(MLAKVCacheLayout)} (all; --cluster: bf16,fp4)")
     demo.add_argument(
         "--out",
         type=Path,
@@ -79,28 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="print the folder of the demo's model, and do nothing else",
     )
-    demo.add_argument(
-        "--port", type=_port, metavar="N", help="port in the commands of --print-command (30000)"
-    )
+    port = functools.partial(arguments.whole, most=65535)
+    demo.add_argument("--port", type=port, metavar="N", help="port in --print-command (30000)")
     demo.set_defaults(run=_demo)
 
     evaluated = commands.add_parser(
         "evaluate", help="serve your checkpoint once per layout and compare accuracy on your text"
     )
-    evaluated.add_argument(
-        "--layouts",
-        type=_layout_list,
-        metavar="NAME[,NAME...]",
-        help="which layouts (all); bf16 is the reference",
-    )
     evaluate.add_arguments(evaluated)
-    evaluated.set_defaults(run=_evaluate)
+    evaluated.set_defaults(run=evaluate.run)
 
     planned = commands.add_parser(
         "plan", help="print the tokens and requests that fit on a GPU per layout, and the command for each"
     )
     plan.add_arguments(planned)
-    planned.set_defaults(run=_plan)
+    planned.set_defaults(run=plan.run)
 
     doctor = commands.add_parser(
         "doctor", help="report installed packages, their compatibility, and what a server here would use"
@@ -123,11 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables.set_defaults(run=_reference)
 
     _print_anything()
-    arguments = parser.parse_args(argv)
+    given = parser.parse_args(argv)
     try:
-        if arguments.command in _LIKE_A_SERVER and (problems := environment_problems()):
+        _leave_in_order()
+        if given.command in _LIKE_A_SERVER and (problems := environment_problems()):
             raise ValueError("; ".join(problems))
-        status = arguments.run(arguments)
+        status = given.run(given)
         # Flush here, where a full disk raises OSError; at exit Python would only print a note.
         sys.stdout.flush()
         return status
@@ -137,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the pipe has closed it, as `head` does: flushing again would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, plan.NoAnswer) as error:
         print(f"sgl-kvpool: {error}", file=sys.stderr)
         return 2
 
@@ -172,20 +161,6 @@ class _Terminated(KeyboardInterrupt):
 
 def _terminate(number: int, frame: object) -> None:
     raise _Terminated(number)
-
-
-def _layout_list(text: str) -> list[MLAKVCacheLayout]:
-    try:
-        # Drop repeated names, keep the given order.
-        return list(dict.fromkeys(MLAKVCacheLayout.parse(name.strip()) for name in text.split(",")))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a whole number from 1 to 65535")
-    return int(text)
 
 
 def _layouts(arguments: argparse.Namespace) -> int:
@@ -227,7 +202,6 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.print_model_path:
         print(chosen.path)
         return 0
-    from sgl_kvpool.demo import report
     from sgl_kvpool.demo.compare import compare, has_room_for_host_tier, layout_server
 
     if arguments.print_command:
@@ -240,7 +214,6 @@ def _demo(arguments: argparse.Namespace) -> int:
             server = layout_server(chosen, layout, arguments.port or 30000, Path(os.devnull))
             print(server.shell_command)
         return 0
-    _leave_in_order()
     return compare(chosen, arguments.layouts, arguments.out, arguments.windows)
 
 
@@ -258,32 +231,13 @@ def _demo_cluster(arguments: argparse.Namespace) -> int:
             "pip install 'sgl-kvpool[distributed]'"
         )
     if not has_room_for_host_tier():
-        raise ValueError(
-            "--cluster needs a host tier: SGLang keeps 10 GiB of memory free, and this machine has "
-            "too little beyond that; free some"
-        )
-    _leave_in_order()
+        raise ValueError(f"--cluster needs a host tier: {report.NO_ROOM}; free some")
     return compare.compare_clusters(arguments.layouts or compare.LAYOUTS, arguments.out)
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    _leave_in_order()
-    return evaluate.run(arguments)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    _leave_in_order()
-    try:
-        return plan.run(arguments)
-    except RuntimeError as error:
-        print(f"sgl-kvpool: {error}", file=sys.stderr)
-        return 2
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from sgl_kvpool.commands import doctor
 
-    _leave_in_order()
     print("looking at packages, SGLang and the machine; half a minute ...", file=sys.stderr, flush=True)
     with progress("doctor") as reached:
         findings = doctor.examine(with_self_check=arguments.self_check, reached=reached)

@@ -73,10 +73,7 @@ class Module:
     def load(self) -> Any:
         """The loaded module; without an intact library, one of the processes that start at once compiles it.
 
-        Raises
-        ------
-        Exception
-            If it cannot be compiled or its folder cannot be written (RuntimeError), or errors of tvm-ffi.
+        RuntimeError if it cannot be compiled or its folder cannot be written; errors of tvm-ffi.
         """
         from tvm_ffi import load_module
 

@@ -74,10 +74,7 @@ def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
     error : exception, optional
         The exception that caused the failure.
 
-    Raises
-    ------
-    KeyError
-        If `kind` is not in the table.
+    KeyError if `kind` is not in the table.
     """
     message = FAILURES[kind].message
     reason = "" if error is None else f": {type(error).__name__}: {error}"
@@ -98,10 +95,7 @@ def uncached(reason: str, pages: int, what: str) -> None:
     what : str
         The object and the numbers of this event, for the log.
 
-    Raises
-    ------
-    KeyError
-        If `reason` is not in the table.
+    KeyError if `reason` is not in the table.
     """
     event = UNCACHED[reason]
     if reason not in _logged:

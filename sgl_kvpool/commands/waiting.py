@@ -42,18 +42,30 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
     Yields a function that sets a text, such as a count, which the following lines contain.
     """
-    began, ended, state = time.monotonic(), threading.Event(), [""]
+    began, state = time.monotonic(), [""]
 
     def show() -> None:
-        wait_s = _FIRST_S
-        while not ended.wait(wait_s):
-            wait_s = _NEXT_S
-            print(f"{what}{state[0]}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        print(f"{what}{state[0]}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=show, daemon=True)
+    with repeating(show, _FIRST_S, _NEXT_S):
+        yield lambda text: state.__setitem__(0, f", {text}")
+
+
+@contextmanager
+def repeating(show: Callable[[], None], first_s: float, next_s: float) -> Iterator[None]:
+    """Call `show` in a thread while the block runs: after `first_s` seconds, then every `next_s`."""
+    ended = threading.Event()
+
+    def run() -> None:
+        wait_s = first_s
+        while not ended.wait(wait_s):
+            wait_s = next_s
+            show()
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield lambda text: state.__setitem__(0, f", {text}")
+        yield
     finally:
         ended.set()
         thread.join()

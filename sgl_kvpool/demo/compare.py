@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,19 +117,12 @@ def compare(
 ) -> int:
     """Serve every layout in turn, print a table, write JSON and a plot.
 
-    Parameters
-    ----------
-    layouts : sequence of MLAKVCacheLayout
-        Layouts without repetition. Differences are to BF16, if it is one of them.
-    folder : Path
-        Created if it does not exist. Once all layouts were served it gets ``demo.json``, ``demo.png`` and the
-        servers' logs, in place of those of an earlier run; until then they are in ``unfinished/`` inside it.
+    `layouts` has no repetition; differences are to BF16, if it is one of them. `folder` is created. Once all
+    layouts were served it gets ``demo.json``, ``demo.png`` and the servers' logs, in place of those of an
+    earlier run; until then they are in ``unfinished/`` inside it.
 
-    Returns
-    -------
-    int
-        Exit status: 1 if a server failed (results of earlier servers are still shown and written), if a hit
-        in the host tier gave other tokens than a hit on the device, or if the results could not be written.
+    Returns exit status 1 if a server failed (results of earlier servers are still shown and written), if a
+    hit in the host tier gave other tokens than a hit on the device, or if results could not be written.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
@@ -306,8 +298,7 @@ def measured_on() -> dict[str, Any]:
         "sgl_kvpool": __version__,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
         "python": platform.python_version(),
-        "cpu": machine()["cpu"],
-        "cores": os.cpu_count(),
+        **machine(),
         "machine": platform.machine(),
         "date": time.strftime("%Y-%m-%d"),
     }

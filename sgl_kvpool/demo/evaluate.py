@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.commands.arguments import add_layouts, add_server_arguments
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.demo import report, smollm2
 from sgl_kvpool.demo.compare import info_of, measured_on, result_of, with_differences
@@ -37,7 +38,8 @@ _WEIGHTS_GIB_PER_S, _START_S, _CPU_TOKENS_PER_S, _GPU_TOKENS_PER_S = 1.0, 60.0, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of `sgl-kvpool evaluate` but --layouts."""
+    """Define the arguments of `sgl-kvpool evaluate`."""
+    add_layouts(parser, " (all); bf16 is the reference")
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="a checkpoint's folder, or owner/name on Hugging Face"
     )
@@ -69,23 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for evaluate.json, evaluate.png and the servers' logs; the same command continues a run "
         "that was stopped (evaluate-results)",
     )
-    parser.add_argument(
-        "server_arguments",
-        nargs="*",
-        metavar="-- ARGUMENT",
-        help="after --: further arguments of sglang serve, for every layout",
-    )
+    add_server_arguments(parser)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
     """What is served and asked, the same for every layout.
 
-    Attributes
-    ----------
-    prefix_tokens : int
-        Tokens of a window that are a request of their own: sparse attention attends a prompt's first chunk as
-        computed, and stored rows only behind it.
+    `prefix_tokens` of a window are a request of their own: sparse attention attends a prompt's first chunk as
+    computed, and stored rows only behind it.
     """
 
     model: str
@@ -109,27 +103,18 @@ class _Subject:
         }
 
     def server(self, layout: MLAKVCacheLayout, log: Path) -> Server:
-        arguments = [
-            "--model-path",
-            self.model,
-            "--port",
-            str(free_port()),
-            "--kv-cache-layout",
-            layout.value,
-        ]
+        arguments = ["--model-path", self.model, "--port", str(free_port())]
+        arguments += ["--kv-cache-layout", layout.value, *self.arguments]
         # The user's classes, if any, and not the demo's.
         environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", "")}
         if not self.prefix_tokens:
             environment[env.PREFILL_READS_ROWS] = "1"
-        return Server([*arguments, *self.arguments], log, environment, wait_seconds=3600)
+        return Server(arguments, log, environment, wait_seconds=3600)
 
     def windows_of(self, server: Server) -> list[list[int]]:
         """The text in windows, each after the tokens with which every text of the tokenizer begins.
 
-        Raises
-        ------
-        ValueError
-            If the text has fewer than two windows: differences of one have no standard error.
+        ValueError if the text has fewer than two windows: differences of one have no standard error.
         """
         before, ids = server.token_ids(""), server.token_ids(self.text)
         ids, step = ids[len(before) :], self.window_tokens - len(before)
@@ -233,12 +218,8 @@ class _Evaluation:
 def run(arguments: argparse.Namespace) -> int:
     """Serve, ask, print, write; returns 1 if a server failed.
 
-    Raises
-    ------
-    ValueError
-        If an argument is invalid, or the folder has results of another run.
-    OSError
-        If the model or the text cannot be read, or the results cannot be written.
+    ValueError if an argument is invalid, or the folder has results of another run; OSError if the model or
+    the text cannot be read, or the results cannot be written.
     """
     subject, weights_gib, context_tokens = _subject(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)

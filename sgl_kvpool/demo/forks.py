@@ -68,17 +68,7 @@ class Forked:
 class Forks:
     """`start` is `subprocess.Popen` of a Python program with the imports done; the first call waits for them.
 
-    Parameters
-    ----------
-    modules : sequence of str
-        Imported once, none of them of this package.
-    environment : mapping, optional
-        Environment of the imports; this process's without it.
-
-    Raises
-    ------
-    RuntimeError
-        From `start`, if the importing process has ended, with the end of what it printed.
+    `modules`, none of them of this package, are imported once, in `environment`, by default this process's.
     """
 
     def __init__(self, modules: Sequence[str] = SERVER_MODULES, environment: Mapping[str, str] | None = None):
@@ -129,19 +119,10 @@ class Forks:
     ) -> Forked:
         """Fork, and run a command whose program is a script or interpreter of this environment.
 
-        Parameters
-        ----------
-        command : sequence of str
-            ``[script, ...]``, ``[python, script, ...]``, ``[python, "-m", module, ...]`` or
-            ``[python, "-c", code, ...]``.
-        environment : mapping
-            The whole environment.
-        output, errors : path
-            Files for stdout and stderr, which are appended to; both go to `output` without `errors`.
-        folder : path, optional
-            Working directory; this process's without it.
-        children_fork : bool
-            Whether its multiprocessing forks too (:func:`fork_children`).
+        A command is ``[script, ...]``, or ``[python, ...]`` with a script, ``-m module`` or ``-c code``;
+        `environment` is the whole one. `output` and `errors` are appended to; both go to `output` without
+        `errors`. `children_fork`: whether its multiprocessing forks too (:func:`fork_children`). RuntimeError
+        if the importing process has ended, with the end of what it printed.
         """
         words = list(command)
         if words[0] == sys.executable:

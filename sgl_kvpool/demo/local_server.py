@@ -70,10 +70,7 @@ def free_port() -> int:
     A server binds it only when its model is loaded. By then, a port of the ephemeral range (from `bind` to
     port 0) is sometimes in use by another process: each SGLang server requests a dozen such ports.
 
-    Raises
-    ------
-    OSError
-        If none of a hundred candidates is free.
+    OSError if none of a hundred candidates is free.
     """
     end = _first_ephemeral_port()
     candidates = [port for port in _SERVER_PORTS if port < end and port not in _handed_out]
@@ -96,18 +93,10 @@ def past_proxies() -> dict[str, str]:
 
 
 class LocalServer:
-    """A program that serves HTTP on a port.
+    """A program that serves HTTP on a port; a GET request of `ready` succeeds once it is ready.
 
-    Parameters
-    ----------
-    ready : str
-        Path of a GET request that succeeds once the program is ready.
-
-    Raises
-    ------
-    ServerFailed
-        On entering and in a request, if the program ends or does not answer in time; on entering also if the
-        port is taken.
+    ServerFailed on entering and in a request, if the program ends or does not answer in time; on entering
+    also if the port is taken.
     """
 
     #: Forks the programs, if they are of this environment's Python; None starts them anew.
@@ -313,10 +302,7 @@ class LocalServer:
 def running(*servers: LocalServer) -> Iterator[None]:
     """Start servers at the same time; all end with the block.
 
-    Raises
-    ------
-    ServerFailed
-        If a server ends or does not answer in time; the others are ended too.
+    ServerFailed if a server ends or does not answer in time; the others are ended too.
     """
     with contextlib.ExitStack() as ending:
         for server in servers:

@@ -61,11 +61,9 @@ class Scores:
 class Greedy:
     """Text that a server generated greedily.
 
-    Attributes
-    ----------
-    smallest_margin : float
-        Least difference between the log-probabilities of the best two tokens at any step. If it is close to
-        the rounding of bfloat16 logits, about 0.03, another processor may generate another text.
+    `smallest_margin` is the least difference between the log-probabilities of the best two tokens at any
+    step. If it is close to the rounding of bfloat16 logits, about 0.03, another processor may generate
+    another text.
     """
 
     token_ids: list[int]
@@ -108,10 +106,7 @@ class TieredHit:
 class HostHit:
     """A hit in the host tier beside a hit on the device, for the same prompt.
 
-    Attributes
-    ----------
-    same_tokens : bool
-        Whether both hits had the same length, and the same tokens were generated after them.
+    `same_tokens`: both hits had the same length, and the same tokens were generated after them.
     """
 
     prompt_tokens: int
@@ -147,10 +142,7 @@ def score(server: Server, windows: Sequence[list[int]], prefix_tokens: int = 0) 
     a multiple of the page size, is given: the first tokens of a window are then a request of their own, whose
     rows the others attend, and the others alone are scored.
 
-    Raises
-    ------
-    ValueError
-        If the server scored other tokens than were sent, or a log-probability is not finite.
+    ValueError if the server scored other tokens than were sent, or a log-probability is not finite.
     """
     sampling = {"temperature": 0, "max_new_tokens": 1}
     found = Scores([], [])

@@ -25,12 +25,8 @@ def library_path() -> str:
 
     If a library is missing, folders of links and of NIXL's libraries come before this process's value.
 
-    Raises
-    ------
-    ValueError
-        If a library is missing, and NIXL's wheel does not have it either.
-    OSError
-        If the links cannot be written.
+    ValueError if a library is missing, and NIXL's wheel does not have it either; OSError if the links cannot
+    be written.
     """
     given = os.environ.get("LD_LIBRARY_PATH", "")
     missing = [name for name in _WANTED if not _loads(name)]

@@ -214,12 +214,8 @@ class ByteMLA(nn.Module):
     def hidden_states(self, ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
         """Final hidden states, normalised, ``[..., hidden_size]``.
 
-        Parameters
-        ----------
-        ids, positions : Tensor
-            Integers of the same shape: ``[B, T]``, or any shape that `attend` supports.
-        attend : Attend or None
-            The attention of the absorbed form; None for the expanded form, which needs ``[B, T]``.
+        `ids` and `positions` are integers of one shape, any that `attend` supports; without `attend`, the
+        form is the expanded one, which needs ``[B, T]``.
         """
         cos, sin = rotation(positions, self.config)
         x = self.embed_tokens(ids)
@@ -236,21 +232,3 @@ class ByteMLA(nn.Module):
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         attend = CausalRows(self.config) if absorbed else None
         return self.lm_head(self.hidden_states(ids, positions, attend))
-
-
-@torch.no_grad()
-def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1) -> ByteMLA:
-    """Fill the parameters from `seed` and return `net`. The defaults suit training."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in net.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(1.0)
-            continue
-        gain = {"q_proj": score_gain, "lm_head": logit_gain}.get(name.split(".")[-2], 1.0)
-        std = gain if name.startswith("embed_tokens") else gain * parameter.shape[1] ** -0.5
-        # Drawn on the CPU in fp32, so that a seed gives the same weights on all machines.
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    # The special token gets the logit 0, so that greedy text never ends: the largest of the 256 other logits
-    # is above 0.
-    net.lm_head.weight[SPECIAL_TOKEN_ID:] = 0
-    return net

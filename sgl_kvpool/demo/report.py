@@ -15,9 +15,8 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 SCHEMA = 1
 
 #: Why a machine shows no host tier.
-NO_HOST_TIER = (
-    "host tier: not shown, SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
-)
+NO_ROOM = "SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
+NO_HOST_TIER = f"host tier: not shown, {NO_ROOM}"
 #: What the demo's table cannot show.
 LIMITS = """\
 fp8 has one scale per layer (k_scale), here 1, which suits the values of this model; smaller latents
@@ -164,11 +163,7 @@ def plot_or_reason(path: Path, results: Sequence[Result], title: str, facts: Map
 def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> None:
     """Draw tokens in the same memory beside perplexity as PNG; ImportError without matplotlib.
 
-    Parameters
-    ----------
-    facts : mapping
-        Machine, versions and date of the measurement, as for `write_json`; an older file may lack `cpu` and
-        `date`.
+    `facts` are those of `write_json`; an older file may lack `cpu` and `date`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

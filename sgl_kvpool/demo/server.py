@@ -9,13 +9,14 @@ import os
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool.commands.waiting import repeating
 from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, past_proxies
 from sgl_kvpool.demo.local_server import free_port as free_port
@@ -58,10 +59,7 @@ def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 163
 class Server(LocalServer):
     """`sglang serve` with given arguments, which contain a port, or another program in its place.
 
-    Raises
-    ------
-    ServerFailed
-        On entering and in a request, if the server ends or does not answer in time.
+    ServerFailed on entering and in a request, if the server ends or does not answer in time.
     """
 
     def __init__(
@@ -119,22 +117,9 @@ def import_once(forks: Forks) -> Forks | None:
     return forks
 
 
-@contextlib.contextmanager
-def dots() -> Iterator[None]:
+def dots() -> contextlib.AbstractContextManager[None]:
     """Print a dot every 5 s while the block runs."""
-    ended = threading.Event()
-
-    def show() -> None:
-        while not ended.wait(5):
-            print(".", end="", flush=True)
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return repeating(partial(print, ".", end="", flush=True), 5.0, 5.0)
 
 
 def in_turn(

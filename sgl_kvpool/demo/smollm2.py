@@ -6,8 +6,6 @@ are converted to bfloat16 in the user's cache folder, once for each version of t
 Importing this module imports neither torch nor SGLang.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -17,11 +15,7 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import LlamaForCausalLM
+from typing import Any
 
 #: Prose of Python 3.11.7's language reference, then of its library's docstrings, each paragraph once; its
 #: licence is ``byte_mla_python/LICENSE-held-out.txt``.
@@ -60,18 +54,13 @@ def version() -> str:
 def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     """Folder of the converted checkpoint, in ``$XDG_CACHE_HOME/sgl-kvpool``; made at the first call.
 
-    Raises
-    ------
-    FileNotFoundError
-        If the package is not installed.
-    OSError
-        If the cache cannot be written; partial files are removed.
+    FileNotFoundError if the package is not installed; OSError if the cache cannot be written; partial files
+    are removed.
     """
     if not is_installed():
         raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
-    code = Path(__file__).read_bytes() + Path(__file__).with_name("checkpoint.py").read_bytes()
-    conversion = hashlib.sha256(code).hexdigest()[:8]
+    conversion = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     folder = cache / f"smollm2-135m-instruct-{version()}-{conversion}"
     if folder.exists():
         return folder
@@ -89,19 +78,6 @@ def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder
-
-
-def read_llama(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The checkpoint's weights in transformers' own class, in evaluation mode, without SGLang and MLA."""
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = json.loads((folder / "config.json").read_text("utf-8"))["llama"]
-    model = LlamaForCausalLM(LlamaConfig(**fields))
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, strict=True)
-    return model.to(dtype).eval()
 
 
 def english_token_ids(folder: Path) -> list[int]:
@@ -123,8 +99,6 @@ def _gguf() -> Path:
 def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
     """Write config.json, the tokenizer's files and model.safetensors."""
     from gguf import GGUFReader
-
-    from sgl_kvpool.demo.checkpoint import write_json
 
     reader = GGUFReader(source)
 
@@ -154,8 +128,6 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
 
 def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
     """config.json of an MLA model whose latent is a token's keys and values; `llama` is Llama's shape."""
-    from sgl_kvpool.demo.checkpoint import dense_mla
-
     head_dim = llama["hidden_size"] // llama["num_attention_heads"]
     return {
         **dense_mla(llama["num_hidden_layers"], llama["intermediate_size"]),
@@ -172,8 +144,6 @@ def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
 
 def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    from sgl_kvpool.demo.checkpoint import write_tokenizer_files
 
     tokens = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
@@ -216,3 +186,48 @@ def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: C
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
         weights[f"{name}.weight"] = torch.from_numpy(values.copy()).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# -------------------------------------------------------------------- any checkpoint of the demo
+
+
+def dense_mla(layers: int, intermediate_size: int) -> dict[str, Any]:
+    """Fields of config.json with which SGLang serves a model as MLA; the demo's classes replace this one."""
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "q_lora_rank": None,
+        # Every layer is dense. These fields are still integers, because SGLang compares and adds them.
+        "first_k_dense_replace": layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 1,
+        "n_shared_experts": 0,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": intermediate_size,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def write_tokenizer_files(
+    folder: Path, tokenizer: Any, tokens: dict[str, str], context_length: int, chat_template: str
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json; `tokens` are the special ones by their role."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokens,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+        "chat_template": chat_template,
+    }
+    write_json(folder / "tokenizer_config.json", fields)
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Write a file of a checkpoint."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

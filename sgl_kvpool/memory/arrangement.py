@@ -120,10 +120,7 @@ class RowPlacement:
     layers, pages, page_size_tokens, row_bytes : int
         L, B, N and C, each at least 1.
 
-    Raises
-    ------
-    ValueError
-        If a size is not a positive integer, or the arrangement needs a head axis.
+    ValueError if a size is not a positive integer, or the arrangement needs a head axis.
     """
 
     arrangement: KVArrangement

@@ -19,10 +19,7 @@ class PageRuns:
     offset_bytes, run_bytes, run_count, run_stride_bytes : int
         Place of the runs; the stride of a single run is its size.
 
-    Raises
-    ------
-    ValueError
-        If a number is not a size, or the runs are empty or overlap.
+    ValueError if a number is not a size, or the runs are empty or overlap.
     """
 
     tensor_index: int

@@ -46,12 +46,8 @@ class TransferChannel:
         the engine fails, torch repeats the transfer once with the same plan: both write the same bytes to the
         same addresses, so whatever the engine left behind is overwritten.
 
-        Raises
-        ------
-        TypeError, ValueError
-            Errors of `TransferPlan.check_pages`; nothing was moved.
-        Exception
-            If torch fails too. The contents of the target pages are undefined then.
+        Errors of `TransferPlan.check_pages` before anything is moved; any other if torch fails too, after which
+        the contents of the target pages are undefined.
         """
         self._count_finished()
         try:
@@ -185,10 +181,7 @@ def build_channels(
         For each pool, the k_scales of its layers.
     request : EngineRequest
 
-    Raises
-    ------
-    Exception
-        If the engine that was requested by name cannot be built.
+    Exception if the engine that was requested by name cannot be built.
     """
     plans = []
     for view, layers, scales in zip(views, places, k_scales, strict=True):

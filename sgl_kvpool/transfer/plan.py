@@ -88,13 +88,8 @@ class TransferPlan:
     conversion : RowConversion, optional
         Conversion of the rows, if their formats differ.
 
-    Raises
-    ------
-    KeyError
-        If a side lacks the group.
-    ValueError
-        If layers differ or their runs cannot be paired, or if rows to convert have other formats than the
-        conversion or do not begin at multiples of 16 bytes.
+    KeyError if a side lacks the group; ValueError if layers differ or their runs cannot be paired, or if rows
+    to convert have other formats than the conversion or do not begin at multiples of 16 bytes.
     """
 
     def __init__(

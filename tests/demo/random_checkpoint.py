@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sgl_kvpool.demo.checkpoint import write_model
-from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig, initialise
+from scripts.byte_model import initialise, write_model
+from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
 
 
 def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **shape: Any) -> Path:

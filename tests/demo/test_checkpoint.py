@@ -12,16 +12,17 @@ import torch
 from random_checkpoint import write_random_model
 from safetensors.torch import load_file
 
-from sgl_kvpool.demo.checkpoint import (
+from scripts.byte_model import (
     SPECIAL_TOKEN,
     byte_alphabet,
+    initialise,
     read_config,
     read_model,
     write_config,
     write_model,
     write_tokenizer,
 )
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, initialise
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
 
 SMALL = {
     "hidden_size": 32,
@@ -228,5 +229,5 @@ def test_the_past_does_not_see_the_future(tmp_path, absorbed):
 
 
 def test_importing_does_not_import_sglang():
-    code = "import sys, sgl_kvpool.demo.checkpoint; sys.exit('sglang' in sys.modules)"
+    code = "import sys, scripts.byte_model; sys.exit('sglang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -212,7 +212,9 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
 @needs_smollm2
 def test_the_model_knows_english(folder):
     """Perplexity of the first window in transformers' own class: far below 49152, the vocabulary's size."""
-    model = smollm2.read_llama(folder, torch.float32)
+    from scripts.accuracy.llm import read_llama
+
+    model = read_llama(folder, torch.float32)
     ids = torch.tensor([smollm2.english_token_ids(folder)[:512]])
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])

@@ -89,7 +89,7 @@ def test_layouts_that_differ_in_rotary_values_are_one_case():
 
 @needs_smollm2
 def test_rows_that_lose_their_values_are_noticed():
-    rows = accuracy_llm.StoredRows(smollm2.read_llama(smollm2.checkpoint(), torch.float32))
+    rows = accuracy_llm.StoredRows(accuracy_llm.read_llama(smollm2.checkpoint(), torch.float32))
     window = torch.tensor([smollm2.english_token_ids(smollm2.checkpoint())[:512]])
     kept, nothing = (rows.score(form, window) for form in (torch.Tensor.float, lambda rows: 0 * rows.float()))
     assert (kept[1], nothing[1]) == (0.0, 1.0)

@@ -12,7 +12,7 @@ import torch
 from hybrid_net import HybridConfig, HybridNet
 from safetensors.torch import load_file, save_file
 
-from sgl_kvpool.demo.checkpoint import write_tokenizer
+from scripts.byte_model import write_tokenizer
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID
 
 

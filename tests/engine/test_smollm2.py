@@ -33,7 +33,9 @@ def cached(answer):
 
 def offline(dtype, count):
     """Log-probabilities [count, 511] that transformers' own class gives to the first windows."""
-    model = smollm2.read_llama(smollm2.checkpoint(), dtype)
+    from scripts.accuracy.llm import read_llama
+
+    model = read_llama(smollm2.checkpoint(), dtype)
     ids = torch.tensor(window_ids(count))
     with torch.no_grad():
         predicted = model(ids).logits[:, :-1].float().log_softmax(-1)
@@ -52,7 +54,7 @@ def test_the_script_measures_what_the_server_does(answers):
     """`accuracy_llm.py` outside of the server, with rows in bf16: only sums are in another order."""
     from scripts.accuracy import llm as accuracy_llm
 
-    rows = accuracy_llm.StoredRows(smollm2.read_llama(smollm2.checkpoint(), torch.float32))
+    rows = accuracy_llm.StoredRows(accuracy_llm.read_llama(smollm2.checkpoint(), torch.float32))
     bf16 = next(iter(accuracy_llm.cases().values()))
     scored = torch.tensor(rows.score(bf16, torch.tensor(window_ids(1)))[0].log_probabilities[0])
     assert (log_probabilities(answers["whole"]) - scored).abs().max() < 0.05

@@ -31,8 +31,8 @@ KNOWN = [TEXT[end : end + NEW_TOKENS] for _, end in CUTS]
 
 def write(folder, steps=180):
     """Train for some seconds and write the checkpoint; returns the folder."""
-    from sgl_kvpool.demo.checkpoint import write_model
-    from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig, initialise
+    from scripts.byte_model import initialise, write_model
+    from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
 
     ids = torch.tensor(list(TEXT.encode()))
     net = ByteMLA(ByteMLAConfig())

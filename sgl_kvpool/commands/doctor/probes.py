@@ -38,13 +38,7 @@ _TIMEOUT_SECONDS = 300
 
 @dataclass
 class Finding:
-    """Result of one probe.
-
-    Attributes
-    ----------
-    problems : list of str
-        Reasons why layouts do not work, and what to change.
-    """
+    """Result of one probe; `problems` are reasons why layouts do not work, and what to change."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

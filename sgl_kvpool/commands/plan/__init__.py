@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.commands.arguments import add_server_arguments, whole
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
@@ -50,6 +51,10 @@ _PROGRAMS = ("serve", "sglang.launch_server")
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 
+class NoAnswer(RuntimeError):
+    """A server could not be sized, or the process has not answered; the message has its last output."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of `sgl-kvpool plan`."""
     parser.add_argument(
@@ -66,13 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
     )
-    parser.add_argument("--tp", type=_count, metavar="N", help="ranks of tensor parallelism (1)")
+    parser.add_argument("--tp", type=whole, metavar="N", help="ranks of tensor parallelism (1)")
     for name, what in zip(
         _PASSED_ON,
         ("stages of a pipeline", "ranks that keep parts of the tokens", "limit of the tokens"),
         strict=True,
     ):
-        parser.add_argument(name, type=_count, metavar="N", help=f"{what}, as in sglang serve")
+        parser.add_argument(name, type=whole, metavar="N", help=f"{what}, as in sglang serve")
     parser.add_argument(
         "--host-gb",
         type=partial(_number, what="memory of one node in GB", limit=1e5),
@@ -81,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
-        type=_count,
+        type=whole,
         metavar="N",
         help=f"tokens of a request, prompt and answer (the model's context, {CONTEXT_TOKENS} at most)",
     )
@@ -100,26 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the plan as PNG")
-    parser.add_argument(
-        "server_arguments",
-        nargs="*",
-        metavar="-- ARGUMENT",
-        help="after --: further arguments of sglang serve, for every layout, or a whole command, whose model "
-        "is not used",
-    )
+    add_server_arguments(parser, ", or a whole command, whose model is not used")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, draw; returns 1 if none of our layouts can be served with these arguments.
 
-    Raises
-    ------
-    ValueError
-        If the model does not exist, or an argument is invalid.
-    OSError
-        As `ask`, or if the plot cannot be written.
-    RuntimeError
-        As `ask`.
+    ValueError for a model that does not exist or an invalid argument; OSError as `ask`, or if the plot cannot
+    be written; NoAnswer as `ask`.
     """
     model = find_model(arguments.model)
     if model.config is not None:
@@ -163,14 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
 def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Size servers in a process that imports SGLang.
 
-    Returns results of `sizing.size_server`, or `refused` with the reason.
-
-    Raises
-    ------
-    OSError
-        If SGLang cannot read the model or another file of the arguments, or config.json lacks a size.
-    RuntimeError
-        If a server could not be sized, or the process has not answered; the message has its last output.
+    Returns results of `sizing.size_server`, or `refused` with the reason. OSError if SGLang cannot read the
+    model or another file of the arguments, or config.json lacks a size.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # The process must see no GPU; and it must have a single thread, because it forks.
@@ -208,9 +195,9 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
         if "unreadable" in answer:  # this is the last answer
             raise OSError(answer["unreadable"])
         if "failed" in answer:
-            raise RuntimeError(f"{answer['failed']}. Last lines:\n{last}")
+            raise NoAnswer(f"{answer['failed']}. Last lines:\n{last}")
     if len(answers) != len(servers):
-        raise RuntimeError(
+        raise NoAnswer(
             f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
         )
     return answers
@@ -286,7 +273,7 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
         value = value if equals else next(remaining, "")
         if name in _TP:
             try:
-                found = _count(value)
+                found = whole(value)
             except argparse.ArgumentTypeError as error:
                 raise ValueError(f"{name}: {error}") from None
     if None not in (found, arguments.tp) and found != arguments.tp:
@@ -349,9 +336,3 @@ def _number(text: str, what: str, limit: float, least: float | None = None) -> f
         above = "above 0" if least is None else f"of {least:g} or more"
         raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
     return value
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 1 << 31):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)

@@ -126,8 +126,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     try:
         return size_server(model_path, arguments, machine)
     except TooHeavy as error:
-        ranks = {"attention_ranks": error.attention_ranks, "heads": error.heads, "tp_size": error.tp_size}
-        return {"refused": str(error), "too_heavy": ranks}
+        return {"refused": str(error), "too_heavy": error.ranks}
     except UnsupportedCombination as error:
         if error.instead is None:
             return {"refused": str(error)}

@@ -24,18 +24,12 @@ class IncompleteConfig(ValueError):
 class TooHeavy(ValueError):
     """The weights leave no memory for rows on a GPU.
 
-    Attributes
-    ----------
-    tp_size : int
-    attention_ranks, heads : int
-        Ranks that share the attention heads, and the number of heads. The ranks must divide the heads.
+    `ranks`: `tp_size`, `attention_ranks` that share the attention heads, and the `heads`, which these divide.
     """
 
-    def __init__(self, reason: str, tp_size: int, attention_ranks: int, heads: int):
+    def __init__(self, reason: str, **ranks: int):
         super().__init__(reason)
-        self.tp_size = tp_size
-        self.attention_ranks = attention_ranks
-        self.heads = heads
+        self.ranks = ranks
 
 
 def check_geometry(model_config: Any, folder: Path) -> None:
@@ -104,12 +98,8 @@ def check_heads(model_config: Any) -> None:
 def check_weights(weights_gib: float, machine: Any, view: Any, model_config: Any) -> None:
     """Raise ValueError if no memory is left for rows; without a pipeline TooHeavy, which is one.
 
-    SGLang's own error may suggest a --mem-fraction-static above 1.
-
-    Parameters
-    ----------
-    view
-        A resolving view. Weights and rows may take --mem-fraction-static of the memory free before loading.
+    SGLang's own error may suggest a --mem-fraction-static above 1. That is the share of the memory free before
+    loading that weights and rows may take.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -136,8 +126,8 @@ def check_weights(weights_gib: float, machine: Any, view: Any, model_config: Any
         )
     if view.pp_size > 1:
         raise ValueError(f"{what}, {why}")
-    ranks = get_parallel().attn_tp_size
-    raise TooHeavy(f"{what}, {why}", view.tp_size, ranks, model_config.num_attention_heads)
+    ranks, heads = get_parallel().attn_tp_size, model_config.num_attention_heads
+    raise TooHeavy(f"{what}, {why}", tp_size=view.tp_size, attention_ranks=ranks, heads=heads)
 
 
 def check_drafts(view: Any, configurator: Any) -> None:

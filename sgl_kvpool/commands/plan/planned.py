@@ -82,13 +82,7 @@ class HostTokens:
 
 
 def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
-    """Tokens and slots of a host tier.
-
-    Parameters
-    ----------
-    size_gb : float
-        Value of --hicache-size for one rank, in units of 1e9 bytes.
-    """
+    """Tokens and slots of a host tier; `size_gb`: --hicache-size of one rank, in units of 1e9 bytes."""
     row_gb, state_gb = held.split(size_gb)
     # SGLang adds and counts one page for padding; a page of states is one slot.
     pages = int(held.sharing_ranks * row_gb * _GB // held.token_bytes) // page_size + 1

@@ -47,20 +47,10 @@ class Machine:
 def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> dict[str, Any]:
     """Resolve a server's arguments and size its cache, by SGLang's code.
 
-    Parameters
-    ----------
-    model_path : str
-        Folder from which SGLang reads the configuration; with SGLANG_USE_MODELSCOPE also a name on that hub.
+    `model_path` is a folder from which SGLang reads the configuration; with SGLANG_USE_MODELSCOPE also a name
+    on that hub. Returns values that JSON can hold, with sizes of one rank.
 
-    Returns
-    -------
-    dict
-        Values that JSON can hold, with sizes of one rank; the `return` statement has the keys.
-
-    Raises
-    ------
-    Exception, SystemExit
-        Any exception with which SGLang or our rules refuse such a server.
+    Any exception, also SystemExit, with which SGLang or our rules refuse such a server.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish

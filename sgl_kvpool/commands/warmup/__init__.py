@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
 from sgl_kvpool.commands.waiting import no_gpu, progress
 from sgl_kvpool.commands.warmup.steps import VARIABLES
@@ -46,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option.flag, dest=option.name, choices=choices, help=f"{helps[option]}. Also {option.env}"
         )
-    parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="ranks that share the heads (1)")
-    parser.add_argument("--page-size", type=_positive, default=64, metavar="N", help="tokens per page (64)")
+    parser.add_argument("--tp", type=whole, default=1, metavar="N", help="ranks that share the heads (1)")
+    parser.add_argument("--page-size", type=whole, default=64, metavar="N", help="tokens per page (64)")
     parser.add_argument(
-        "--draft-tokens", type=_positive, default=0, metavar="N",
+        "--draft-tokens", type=whole, default=0, metavar="N",
         help="the server's --speculative-num-draft-tokens (no drafts)",
     )  # fmt: skip
     parser.add_argument(
@@ -106,9 +107,3 @@ def _served(
         tensor_parallel=arguments.tp,
         draft_tokens=arguments.draft_tokens,
     )
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)

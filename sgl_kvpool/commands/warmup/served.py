@@ -78,12 +78,8 @@ DEEPSEEK_V3 = Served(
 def model_of(model: NamedModel) -> Served:
     """Shape of a model, by SGLang's own reading of its config.json. No weights are needed.
 
-    Raises
-    ------
-    ValueError
-        If no layout can store the model's rows, or Hugging Face does not send its configuration.
-    OSError
-        If SGLang cannot read the model.
+    ValueError if no layout can store the model's rows, or Hugging Face does not send its configuration;
+    OSError if SGLang cannot read the model.
     """
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
 

@@ -46,19 +46,19 @@ def _sglang(variable: str, name: str) -> Path:
     return _from(variable, str(_from("SGLANG_CACHE_DIR", "~/.cache/sglang") / name))
 
 
-def _sglang_kernels() -> Path:
-    return _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit")
-
-
-def _torch_extensions() -> Path:
-    return _from("TORCH_EXTENSIONS_DIR", str(_from("XDG_CACHE_HOME", "~/.cache") / "torch_extensions"))
-
-
 #: Folders by a short name. SGLang puts those of Triton and FlashInfer into its own.
 CACHES = {
     "own": Cache("sgl-kvpool", compiler.VARIABLE, compiler.folder),
-    "torch": Cache("torch's extensions", "TORCH_EXTENSIONS_DIR", _torch_extensions),
-    "sglang": Cache("SGLang's kernels", "SGLANG_JIT_CACHE_DIR", _sglang_kernels),
+    "torch": Cache(
+        "torch's extensions",
+        "TORCH_EXTENSIONS_DIR",
+        lambda: _from("TORCH_EXTENSIONS_DIR", str(_from("XDG_CACHE_HOME", "~/.cache") / "torch_extensions")),
+    ),
+    "sglang": Cache(
+        "SGLang's kernels",
+        "SGLANG_JIT_CACHE_DIR",
+        lambda: _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
+    ),
     "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _sglang("TRITON_CACHE_DIR", "triton")),
     "flashinfer": Cache(
         "FlashInfer",
@@ -84,13 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a step.
-
-    Attributes
-    ----------
-    state : str
-        "compiled": its caches have new files; "cached": they have not; or "FAILED".
-    """
+    """Result of a step; `state` is "compiled" (its caches have new files), "cached" or "FAILED"."""
 
     name: str
     state: str
@@ -135,10 +129,14 @@ _TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)
 
 def steps_on_cpu() -> list[Step]:
     """Steps on a CPU, the same for every model and layout: the code includes all layouts and conversions."""
+    from sgl_kvpool.attention import compiled as attention
+    from sgl_kvpool.codec import compiled as codec
+    from sgl_kvpool.transfer.cpu_engine import engine_class
+
     return [
-        Step("CPU codec", (CACHES["own"],), _cpu_codec),
-        Step("attention on CPUs", (CACHES["own"],), _cpu_attention),
-        Step("transfer engine cpu", (CACHES["own"],), _cpu_engine),
+        Step("CPU codec", (CACHES["own"],), partial(codec.module, required=True)),
+        Step("attention on CPUs", (CACHES["own"],), partial(attention.module, required=True)),
+        Step("transfer engine cpu", (CACHES["own"],), partial(engine_class, required=True)),
         _page_hash(),
     ]
 
@@ -146,10 +144,11 @@ def steps_on_cpu() -> list[Step]:
 def steps_on_cuda(served: Served) -> list[Step]:
     """Steps on CUDA: transfer engines, then the steps of each layout of a model."""
     from sgl_kvpool.commands.warmup.attention import publish
+    from sgl_kvpool.transfer.gpu_engine import gpu_calls
 
     publish(served, "cuda")
     steps = [
-        Step("transfer engines staged, copy_engine, kernel", (CACHES["own"],), _gpu_engines),
+        Step("transfer engines staged, copy_engine, kernel", (CACHES["own"],), gpu_calls),
         _page_hash(),
     ]
     return steps + steps_of_model(served, "cuda")
@@ -207,30 +206,6 @@ def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]
 
 def _page_hash() -> Step:
     return Step("SGLang's hash of pages, for stores", (CACHES["torch"],), _hash_a_page)
-
-
-def _cpu_codec() -> None:
-    from sgl_kvpool.codec import compiled
-
-    compiled.module(required=True)
-
-
-def _cpu_attention() -> None:
-    from sgl_kvpool.attention import compiled
-
-    compiled.module(required=True)
-
-
-def _cpu_engine() -> None:
-    from sgl_kvpool.transfer.cpu_engine import engine_class
-
-    engine_class(required=True)
-
-
-def _gpu_engines() -> None:
-    from sgl_kvpool.transfer.gpu_engine import gpu_calls
-
-    gpu_calls()
 
 
 def _hash_a_page() -> None:

@@ -28,13 +28,7 @@ def peer_environment() -> dict[str, str]:
 
 
 def prefill_arguments(transfer: str, bootstrap_port: int) -> list[str]:
-    """Arguments of a prefill server.
-
-    Parameters
-    ----------
-    transfer : str
-        --disaggregation-transfer-backend; `mooncake_tcp` and `nixl` need no RDMA network card.
-    """
+    """Arguments of a prefill server; `transfer` `mooncake_tcp` and `nixl` need no RDMA network card."""
     return [*_peer("prefill", transfer), "--disaggregation-bootstrap-port", str(bootstrap_port)]
 
 
@@ -60,11 +54,8 @@ def router(
 ) -> LocalServer:
     """sglang-router in front of running servers.
 
-    Parameters
-    ----------
-    workers : sequence of servers
-        Servers that do prefill and decode, instead of `prefill` and `decode`; a request goes to the server
-        that has its prefix.
+    `workers` do prefill and decode, instead of `prefill` and `decode`; a request goes to the server that has
+    its prefix.
     """
     port, metrics_port = free_port(), free_port()
     command = [
@@ -80,13 +71,7 @@ def router(
         for server in decode:
             command += ["--decode", server.url]
     return LocalServer(
-        command,
-        port,
-        log,
-        past_proxies(),
-        ready="/readiness",
-        name="the router",
-        wait_seconds=120,
+        command, port, log, past_proxies(), ready="/readiness", name="the router", wait_seconds=120
     )
 
 
@@ -127,10 +112,7 @@ def store_arguments(backend: str) -> list[str]:
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Wait for a background action of a server.
 
-    Raises
-    ------
-    ServerFailed
-        If the condition is not true in time; the message names `what`.
+    ServerFailed if the condition is not true in time; the message names `what`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -142,11 +124,8 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 def ask(server: LocalServer, text: str) -> dict[str, Any]:
     """Generate eight tokens after a text, greedily.
 
-    Returns
-    -------
-    dict
-        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's tokens
-        that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
+    Returns `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's
+    tokens that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
     """
     greedy = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
     # The plain /generate, which the router serves too.

@@ -30,10 +30,7 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     full_kv_pool : LayoutMLATokenToKVPool
         The pool of the rows; a `LayoutDSATokenToKVPool` for models with sparse attention.
 
-    Raises
-    ------
-    ValueError
-        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`.
+    ValueError as `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`.
     """
 
     full_kv_pool: LayoutMLATokenToKVPool

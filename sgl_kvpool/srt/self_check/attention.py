@@ -104,10 +104,6 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
 
     Returns what was checked. Rows of the pool and of the request table are restored afterwards. No batch may
     run meanwhile; the next batch makes a new plan.
-
-    Raises
-    ------
-    Difference
     """
     pool, table = backend.token_to_kv_pool, backend.req_to_token_pool.req_to_token
     rank = pool.row_format.kv_lora_rank

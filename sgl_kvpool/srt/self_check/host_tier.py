@@ -33,10 +33,7 @@ def check_tier(controller: Any, all_ranks: Callable[[bool], bool]) -> str:
     all_ranks : callable
         Returns whether a condition holds on all ranks of the scheduler. Every rank makes the same calls.
 
-    Raises
-    ------
-    Difference
-        A difference on this rank or on another one.
+    Difference, if this rank or another one has found one.
     """
     check = _TierCheck(controller)
     if not all_ranks(check.pages > 0):

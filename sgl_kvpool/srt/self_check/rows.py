@@ -30,10 +30,6 @@ def check_rows(pool: Any) -> str:
     The check uses the first, the middle and the last layer, and the first, a middle and the last page of
     SGLang's allocator; neighbours of the written rows have to keep their bytes, in every layer. The pages are
     restored afterwards. No request may use the pool meanwhile.
-
-    Raises
-    ------
-    Difference
     """
     ids, rows = layer_ids(pool), pool.row_pool
     if not ids:

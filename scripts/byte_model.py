@@ -12,36 +12,15 @@ Importing this module does not import SGLang.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
+from sgl_kvpool.demo.smollm2 import dense_mla, write_json, write_tokenizer_files
 
 #: The text of token 256, which the tokenizer never adds by default.
 SPECIAL_TOKEN = "<|endoftext|>"
-
-
-def dense_mla(layers: int, intermediate_size: int) -> dict[str, Any]:
-    """Fields of config.json with which SGLang serves a model as MLA; the demo's classes replace this one."""
-    return {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "q_lora_rank": None,
-        # Every layer is dense. These fields are still integers, because SGLang compares and adds them.
-        "first_k_dense_replace": layers,
-        "moe_layer_freq": 1,
-        "n_routed_experts": 1,
-        "n_shared_experts": 0,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": intermediate_size,
-        "n_group": 1,
-        "topk_group": 1,
-    }
 
 
 def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
@@ -91,22 +70,6 @@ def write_tokenizer(folder: str | Path) -> None:
     )
 
 
-def write_tokenizer_files(
-    folder: Path, tokenizer: Any, tokens: dict[str, str], context_length: int, chat_template: str
-) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `tokens` are the special ones by their role."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **tokens,
-        "add_bos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": context_length,
-        "chat_template": chat_template,
-    }
-    write_json(folder / "tokenizer_config.json", fields)
-
-
 def write_model(folder: str | Path, net: ByteMLA) -> Path:
     """Write a whole checkpoint, weights as bfloat16, and return its folder."""
     folder = Path(folder)
@@ -128,6 +91,19 @@ def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ByteML
     return net.to(dtype).eval()
 
 
-def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Write a file of a checkpoint."""
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+@torch.no_grad()
+def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1) -> ByteMLA:
+    """Fill the parameters from `seed` and return `net`. The defaults suit training."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in net.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            continue
+        gain = {"q_proj": score_gain, "lm_head": logit_gain}.get(name.split(".")[-2], 1.0)
+        std = gain if name.startswith("embed_tokens") else gain * parameter.shape[1] ** -0.5
+        # Drawn on the CPU in fp32, so that a seed gives the same weights on all machines.
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    # The special token gets the logit 0, so that greedy text never ends: the largest of the 256 other logits
+    # is above 0.
+    net.lm_head.weight[SPECIAL_TOKEN_ID:] = 0
+    return net
