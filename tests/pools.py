@@ -47,7 +47,7 @@ def device_pool(layout, arrangement="layer_major", page_size=4, pages=PAGES, lay
     """The pool of a dense model."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
     values = {
         **_arguments(layout, (pages - 1) * page_size, page_size), "layer_num": layers, "start_layer": START,
@@ -73,7 +73,7 @@ def dsa_pool(layout, rank=512, rope=64, **extra):
     """The pool of a model with sparse attention."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 
     values = {
         **_arguments(layout, DSA_SIZE, DSA_PAGE), **dsa_arguments(layout, rank, rope), "layer_num": LAYERS,
@@ -86,7 +86,7 @@ def hybrid_pool(layout, arrangement="layer_major", *, sparse=False, layers=MLA_L
     """The pool of a hybrid model (`_build_hybrid_linear_kv_pool`), with new states unless given some."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 
     values = {
         **_arguments(layout, 12, 4), "head_num": 2, "head_dim": 72, "full_attention_layer_ids": layers,
@@ -111,7 +111,7 @@ def _arguments(layout, size, page_size):
 
 
 def _made(sglangs, ours, layout, arrangement, values):
-    from sgl_kvpool.srt.pool import PoolOptions
+    from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
     if values.pop("stock", False):
         return sglangs(**values)

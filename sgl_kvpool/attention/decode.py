@@ -1,7 +1,4 @@
-"""`mla_decode`: attention of a few queries over lists of stored rows, and its workspace.
-
-The module is not called `mla_decode`, because the package exports the function by that name.
-"""
+"""`mla_decode`: attention of a few queries over lists of stored rows, and its workspace."""
 
 from functools import cache
 

@@ -22,8 +22,8 @@ def make_pool(options: PoolOptions, *, is_dsa: bool = False, **sizes: Any) -> An
 
     `sizes` are SGLang's arguments: size, page_size, kv_lora_rank, qk_rope_head_dim, layer_num, device.
     """
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
-    from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES
+    from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES, LayoutMLATokenToKVPool
 
     layout = options.layout
     sizes["dtype"] = SHOWN_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=is_dsa)]

@@ -11,7 +11,7 @@ of a sliding-window model. Recurrent states are groups too, indexed by state slo
 share bytes if each page belongs to only one of them at a time; inside a group references never overlap. What
 a page holds beyond its references (padding, holes) is never read, written or counted.
 
-Torch is its only dependency; `sgl_kvpool.connectors.describe` makes a view of a pool of SGLang.
+Torch is its only dependency; `sgl_kvpool.connectors.pools.describe` makes a view of a pool of SGLang.
 """
 
 from __future__ import annotations

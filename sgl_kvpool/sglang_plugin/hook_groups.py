@@ -127,7 +127,7 @@ GROUPS = (
         is_used=lambda view, model_config: has_host_tier(view),
     ),
     # Only for programs that call `describe`.
-    HookGroup("canonical views", "`sgl_kvpool.connectors.describe`", modules=("connectors.pools",)),
+    HookGroup("canonical views", "`sgl_kvpool.connectors.pools.describe`", modules=("connectors.pools",)),
     HookGroup(
         "host tier of hybrid models",
         _TIER,

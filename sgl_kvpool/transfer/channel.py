@@ -46,8 +46,8 @@ class TransferChannel:
         the engine fails, torch repeats the transfer once with the same plan: both write the same bytes to the
         same addresses, so whatever the engine left behind is overwritten.
 
-        Errors of `TransferPlan.check_pages` before anything is moved; any other if torch fails too, after which
-        the contents of the target pages are undefined.
+        Errors of `TransferPlan.check_pages` before anything is moved; any other if torch fails too, after
+        which the contents of the target pages are undefined.
         """
         self._count_finished()
         try:

@@ -9,8 +9,8 @@ import torch
 from decode_cases import check, make_case
 
 from sgl_kvpool import MLAKVCacheLayout, env
-from sgl_kvpool.attention import DecodeWorkspace, decode_checks, mla_decode, workspace_bytes
-from sgl_kvpool.attention.decode import partial_results
+from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, partial_results, workspace_bytes
 from sgl_kvpool.attention.decode_config import (
     MAX_SPLITS,
     TileConfig,
@@ -157,7 +157,7 @@ def test_importing_the_package_costs_neither_torch_nor_triton():
     code = "import sys, sgl_kvpool.attention.readers; print({'torch', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-    code = "import sys; from sgl_kvpool.attention import mla_decode; print('triton' in sys.modules)"
+    code = "import sys; from sgl_kvpool.attention.decode import mla_decode; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -15,7 +15,8 @@ from decode_oracle import mla_decode_oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.attention import compiled, mla_decode
+from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.attention.decode_config import tile_config
 from sgl_kvpool.layout import Encoding
 

@@ -11,8 +11,8 @@ import torch
 from cases import crossed
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
-from sgl_kvpool.connectors import describe
 from sgl_kvpool.connectors.allocation import copy_pages
+from sgl_kvpool.connectors.pools import describe
 
 pytestmark = pytest.mark.usefixtures("published")
 

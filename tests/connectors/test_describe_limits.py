@@ -8,7 +8,7 @@ import torch
 from pools import ARRANGEMENTS
 from real_pools import MLA, dsa, hybrid, mha, mla, ours, swa
 
-from sgl_kvpool.connectors import describe
+from sgl_kvpool.connectors.pools import describe
 
 pytestmark = pytest.mark.usefixtures("published")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from decode_cases import check, make_case
 
-from sgl_kvpool.attention import mla_decode
+from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.codec import gather_rows, store_rows
 
 pytest.importorskip("emulated_cuda.operators")

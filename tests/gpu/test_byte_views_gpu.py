@@ -25,8 +25,10 @@ def bytes_of(caches, layer_id):
 
 @pytest.mark.parametrize(("layout", "arrangement"), PLACED_LAYOUTS)
 def test_the_view_of_a_pool_has_the_rows_that_were_written(layout, arrangement):
-    from sgl_kvpool.connectors import copy_pages, describe
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
+    from sgl_kvpool.connectors.allocation import copy_pages
+    from sgl_kvpool.connectors.pools import describe
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
     dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
     pool = LayoutMLATokenToKVPool(

@@ -46,7 +46,8 @@ class Case:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, PoolOptions
+        from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
         dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16

@@ -10,7 +10,7 @@ from decode_cases import as_read, every_code, expected, make_case
 from decode_oracle import mla_decode_oracle
 from engine_cases import quick
 
-from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
+from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_kernel_of, tile_config
 from sgl_kvpool.codec import encode_rows
 

@@ -13,7 +13,7 @@ from decode_cases import check, expected, make_case
 
 import sgl_kvpool
 from sgl_kvpool import codec
-from sgl_kvpool.attention import DecodeWorkspace
+from sgl_kvpool.attention.decode import DecodeWorkspace
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
 

@@ -128,7 +128,7 @@ def test_only_the_class_of_the_models_kind_is_ours(hooked, layout):
     """For target and draft, which have one layout."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 
     for draft in (None, "dsa3"):
         classes = classes_of(hooked(layout, draft_model=draft))
@@ -145,7 +145,7 @@ def test_dense_models_keep_sglangs_dsa_class(hooked, resolve, checkpoints, monke
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
     kvc = hooked("fp4", draft_model="mla3" if draft else None)

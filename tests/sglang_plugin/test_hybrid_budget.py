@@ -66,7 +66,7 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
     """To the byte: REST_GB has the states and their padding slot, the workspace, and whole tokens of rows."""
     from sglang.srt.runtime_context import get_schedule
 
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 
     kvc = hooked(layout, model)
     rest = kvc._handle_max_mamba_cache(REST_GB)
@@ -137,7 +137,7 @@ def test_a_stage_has_the_rows_of_its_own_layers(hooked, layout, stage, mla_layer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_charged_by_their_rows(hooked, layout, model):
     """The draft of such a model is one MLA layer, for which SGLang builds another hybrid pool."""
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 
     assert sizes_of(hooked(layout, model, eagle=1))._cell_size == 3 * ROWS[layout][0]
     kvc = hooked(layout, model, draft=True, stage=(0, 1))
@@ -178,7 +178,8 @@ def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_a_sparse_hybrid(hooked, layout):
     """GLM5-Next: rows by their layout, index keys as SGLang counts them."""
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 
     tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 

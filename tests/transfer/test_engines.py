@@ -73,7 +73,7 @@ def test_parts_of_several_sizes_in_one_plan(published):
     """A real DSA pool: rows of 1152 bytes and index keys of 132 per token, packed one after the other."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.connectors import describe
+    from sgl_kvpool.connectors.pools import describe
     from sgl_kvpool.transfer.slots import packed_view
 
     pool = DSATokenToKVPool(

@@ -18,7 +18,7 @@ from scripts.bench.attention.cases import PAGE_SIZE, Workload
 from scripts.bench.attention.inputs import RANK, ROPE, SCALE, Problem
 from scripts.bench.measurements import OURS
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
+from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_config
 
 __all__ = ["Prepared", "Runner", "runners"]

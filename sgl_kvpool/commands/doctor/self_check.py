@@ -14,7 +14,7 @@ from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.commands import rehearsal
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.srt.pool import PoolOptions
+from sgl_kvpool.srt.pool.row_pool import PoolOptions
 from sgl_kvpool.transfer.conversion import narrower_layouts
 from sgl_kvpool.transfer.host_options import HostTierOptions
 

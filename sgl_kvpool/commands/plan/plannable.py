@@ -98,8 +98,8 @@ def check_heads(model_config: Any) -> None:
 def check_weights(weights_gib: float, machine: Any, view: Any, model_config: Any) -> None:
     """Raise ValueError if no memory is left for rows; without a pipeline TooHeavy, which is one.
 
-    SGLang's own error may suggest a --mem-fraction-static above 1. That is the share of the memory free before
-    loading that weights and rows may take.
+    SGLang's own error may suggest a --mem-fraction-static above 1. That is the share of the memory free
+    before loading that weights and rows may take.
     """
     from sglang.srt.runtime_context import get_parallel
 

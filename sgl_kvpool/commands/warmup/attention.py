@@ -67,7 +67,7 @@ class Attention:
     @cached_property
     def pool(self) -> Any:
         """Our pool for SGLang, of a few pages, with rows of the layout."""
-        from sgl_kvpool.srt.pool import PoolOptions
+        from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
         served = self.served
         tokens = max(self.most_requests * max(served.draft_tokens, 1), _PREFIX + _NEW)

@@ -317,7 +317,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         if not self._slots_are_rows:
             raise TypeError(
                 f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "
-                "sgl_kvpool.connectors.describe"
+                "sgl_kvpool.connectors.pools.describe"
             )
         return super().get_device_pool_infos()
 

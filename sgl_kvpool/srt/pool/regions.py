@@ -28,7 +28,7 @@ LayerIds = Mapping[int, int] | None
 
 
 def canonical_view(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
-    """Byte view of a pool of ours that holds rows, or of a `MambaPool`; as `connectors.describe`."""
+    """Byte view of a pool of ours that holds rows, or of a `MambaPool`; as `connectors.pools.describe`."""
     return PoolReader(page_size_tokens).caches(pool)
 
 

@@ -35,7 +35,7 @@ PROPERTIES = [
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @every_layout
 def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrangement):
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     options = HostTierOptions(engine="cpu")
