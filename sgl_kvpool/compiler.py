@@ -54,14 +54,8 @@ def damaged(library: Path) -> bool:
 class Module:
     """A module of C++ or CUDA code.
 
-    Attributes
-    ----------
-    source : Path
-        The file that is compiled; it may include files of its folder and of the package's ``csrc`` folders.
-    flags : tuple of str
-        Flags for g++, or for nvcc if `cuda_arch` is set.
-    cuda_arch : str or None
-        Compute capability for which nvcc compiles, such as "9.0a".
+    `source` may include files of its folder and of the package's ``csrc`` folders. `flags` are for g++, or
+    for nvcc if `cuda_arch` is set, the compute capability for which it compiles, such as "9.0a".
     """
 
     name: str

@@ -8,16 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Event:
-    """A row of these tables.
+    """A row of these tables: when it occurs and on which servers, the log's text, what the user can do.
 
-    Attributes
-    ----------
-    where : str
-        When it occurs, and on which servers.
-    message : str
-        Text of the log, which ends with the consequence.
-    remedy : str
-        What the user can do.
+    The message ends with the consequence.
     """
 
     where: str
@@ -27,22 +20,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of Prometheus.
-
-    Attributes
-    ----------
-    name : str
-        Without the `_total` that Prometheus appends to counters.
-    help : str
-        Text of `/metrics`.
-    labels : tuple of str
-    gauge_mode : str
-        prometheus_client's mode for a gauge of several processes; empty for a counter.
-    """
+    """A metric of Prometheus, with the text of `/metrics`; `name` is without the `_total` of counters."""
 
     name: str
     help: str
     labels: tuple[str, ...]
+    #: prometheus_client's mode for a gauge of several processes; empty for a counter.
     gauge_mode: str = ""
 
     @property

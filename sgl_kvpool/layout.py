@@ -279,13 +279,7 @@ class MLAKVCacheLayout(str, Enum):
 
 
 def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
-    """Check that a table has a line for every layout; `name` is the table's name and module for the message.
-
-    Raises
-    ------
-    RuntimeError
-        If lines are missing; the message names their layouts.
-    """
+    """Raise RuntimeError if a table lacks a layout; `name` is the table's name and module for the message."""
     missing = [layout.value for layout in MLAKVCacheLayout if layout not in table]
     if missing:
         raise RuntimeError(f"{name} has no line for KV cache layout {', '.join(missing)}; add one for each")
@@ -383,11 +377,6 @@ class RowFormat:
     def scale_block_values(self) -> int:
         """Latent values that share a stored scale; 0 without stored scales."""
         return 0 if self.scale is None else self.nope.count // self.scale.count
-
-    @property
-    def uses_k_scale(self) -> bool:
-        """True if the values of some segment are divided by the layer's k_scale."""
-        return any(segment.uses_k_scale for segment in self.segments)
 
     def in_layout(self, layout: MLAKVCacheLayout) -> RowFormat:
         """The row of another layout that holds the same values."""

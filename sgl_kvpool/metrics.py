@@ -25,12 +25,7 @@ _logged: set[str] = set()
 def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
     """Expose the counts, and set `sgl_kvpool_info`. A second call in the same process only sets it again.
 
-    Parameters
-    ----------
-    layout, host_layout, arrangement : str
-        Values of the labels; `host_layout` is "none" without a host tier.
-    backend : str
-        Name of the attention backend.
+    The arguments are values of the labels; `host_layout` is "none" without a host tier.
     """
     # Imported late: it reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers.
     import prometheus_client
@@ -63,18 +58,9 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
-    """Log and count a failure that the server survives.
+    """Log and count a failure that the server survives, by its `kind` in `events.FAILURES`.
 
-    Parameters
-    ----------
-    kind : str
-        Key of `events.FAILURES`.
-    what : str
-        The object and the operation that failed, for the log.
-    error : exception, optional
-        The exception that caused the failure.
-
-    KeyError if `kind` is not in the table.
+    `what` names the object and the operation that failed, for the log, and `error` is the cause.
     """
     message = FAILURES[kind].message
     reason = "" if error is None else f": {type(error).__name__}: {error}"
@@ -86,16 +72,9 @@ def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
 
 
 def uncached(reason: str, pages: int, what: str) -> None:
-    """Count pages that are not cached for a reason, and log the first event with its remedy.
+    """Count pages that are not cached for a `reason` in `events.UNCACHED`; log the first with its remedy.
 
-    Parameters
-    ----------
-    reason : str
-        Key of `events.UNCACHED`.
-    what : str
-        The object and the numbers of this event, for the log.
-
-    KeyError if `reason` is not in the table.
+    `what` names the object and the numbers of this event, for the log.
     """
     event = UNCACHED[reason]
     if reason not in _logged:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool import metrics
-from sgl_kvpool.codec.compiled import layout_tensor
+from sgl_kvpool.codec.compiled import row_layout
 from sgl_kvpool.compiler import Module, cpu_flags
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.arrangement import PageStride
@@ -60,7 +60,7 @@ def attend_rows(
     rope = q[..., :0] if q_rope is None else q_rope
     module().attend_rows(
         written, lse, q.detach().to(dtype), rope.detach().to(dtype), pool, entries, lists, limits,
-        layout_tensor(fmt), scale, k_scale, *(page or PageStride(1, 1)), torch.get_num_threads(),
+        row_layout(fmt), scale, k_scale, *(page or PageStride(1, 1)), torch.get_num_threads(),
     )  # fmt: skip
     if written is not out:
         out.copy_(written)

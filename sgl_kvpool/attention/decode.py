@@ -158,7 +158,7 @@ def mla_decode(
     tokens, heads, rank = q_nope.shape
     groups = decode_checks.tokens_per_list(queries_per_list, tokens)
     decode_checks.lists(kv_indices, list_index, groups, pool)
-    decode_checks.kv_lens(kv_lens, tokens, pool)
+    decode_checks.index(kv_lens, "kv_lens", (tokens,), pool)
     page = decode_checks.page(page)
     if max_rows is not None:
         decode_checks.whole("max_rows", max_rows)

@@ -45,7 +45,7 @@ class DecodeParams:
         return len(self.q) // self.queries_per_list
 
 
-def _index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.Tensor) -> None:
+def index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.Tensor) -> None:
     """Check a contiguous integer vector."""
     checks.allowed_dtype(tensor, name, _INDEX_DTYPES)
     if tuple(tensor.shape) != shape:
@@ -110,16 +110,12 @@ def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int
         )
     checks.same_device(pool, "pool", kv_indices, "kv_indices")
     if list_index is not None:
-        _index(list_index, "list_index", (groups,), pool)
+        index(list_index, "list_index", (groups,), pool)
     elif len(kv_indices) < groups:
         raise ValueError(
             f"kv_indices has {len(kv_indices)} lists for {groups} groups of queries; pass one per group, or "
             "list_index"
         )
-
-
-def kv_lens(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
-    _index(kv_lens, "kv_lens", (tokens,), pool)
 
 
 def page(value: tuple[int, int] | tuple[int, int, int] | None) -> PageStride | None:

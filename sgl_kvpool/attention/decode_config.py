@@ -19,25 +19,6 @@ from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat, SegmentEncoding, check_complete
 from sgl_kvpool.refusal import Refusal
 
-__all__ = [
-    "DEFAULT_SM_COUNT",
-    "MAX_LATENT_RANK",
-    "MAX_PROGRAMS_PER_SM",
-    "MAX_ROUNDS",
-    "MAX_SPLITS",
-    "DecodeConfig",
-    "TileConfig",
-    "config_of_tile",
-    "decode_config",
-    "decode_kernel_of",
-    "kernels_in_words",
-    "partial_elements",
-    "rounds_values",
-    "table",
-    "tile_config",
-    "tiles_of_both_kernels",
-]
-
 #: Streaming multiprocessors of an H100 SXM and of an H200: the default without a GPU.
 DEFAULT_SM_COUNT = 132
 #: A second round has to raise the device's utilization by this share, since every split writes partial

@@ -16,15 +16,6 @@ from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
 from sgl_kvpool.memory.arrangement import PageStride
 
-__all__ = [
-    "MERGE_WARPS",
-    "decode_constants",
-    "decode_kernel_fn",
-    "gluon_constants",
-    "launch",
-    "merge_constants",
-]
-
 _LOG2_E = 1.4426950408889634
 #: Latent values per product; every `kv_lora_rank` is a multiple of it. Decoded rows without tile scales use
 #: the largest power of two that divides `kv_lora_rank` (all 512 values), because a program waits for each

@@ -29,31 +29,21 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangReaders:
-    """Readers of a layout's rows in SGLang, by SGLang's names.
+    """Readers of a layout's rows in SGLang, by SGLang's names."""
 
-    Attributes
-    ----------
-    backends : frozenset of str
-        Attention backends that read rows of a dense pool directly.
-    casting_backends : mapping of str to tuple of str
-        Backends that could read the rows, but in every call of these phases cast the layer's full pool to the
-        model's dtype, whatever the size of the batch. They are refused in these phases.
-    dsa : frozenset of str
-        Implementations of sparse attention that read the rows directly.
-    dsa_gathered : frozenset of str
-        Implementations for which, in extends, SGLang first gathers the rows and converts them to 16-bit or
-        fp8 keys.
-    dsa_copied : frozenset of str
-        Subset of `dsa`: implementations that encode the full pool again in every call before they read it.
-    dsa_paired : frozenset of str
-        Subset of `dsa`: implementations that have to be the decode too if they are the prefill.
-    """
-
+    #: Attention backends that read rows of a dense pool directly.
     backends: frozenset[str] = frozenset()
+    #: Backends that could read the rows, but in every call of these phases cast the layer's full pool to the
+    #: model's dtype, whatever the size of the batch. They are refused in these phases.
     casting_backends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Implementations of sparse attention that read the rows directly.
     dsa: frozenset[str] = frozenset()
+    #: Implementations for which, in extends, SGLang first gathers the rows and converts them to 16-bit or fp8
+    #: keys.
     dsa_gathered: frozenset[str] = frozenset()
+    #: Of `dsa`: implementations that encode the full pool again in every call before they read it.
     dsa_copied: frozenset[str] = frozenset()
+    #: Of `dsa`: implementations that have to be the decode too if they are the prefill.
     dsa_paired: frozenset[str] = frozenset()
 
 
@@ -146,11 +136,6 @@ STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
 }
 
 
-def _stock(layout: MLAKVCacheLayout, arrangement: KVArrangement) -> frozenset[str]:
-    stock = SGLANG_READERS[layout].backends
-    return stock if arrangement is KVArrangement.LAYER_MAJOR else stock & STRIDED_READERS[arrangement]
-
-
 def casts_pool(backend: str, layout: MLAKVCacheLayout, phase: str | None = None) -> bool:
     """Whether the backend would cast full pools of this layout in a phase; None means in every phase."""
     phases = SGLANG_READERS[layout].casting_backends.get(backend, ())
@@ -166,8 +151,10 @@ def readers(
     """
     if arrangement not in KVArrangement.of_rows():
         return ()
-    stock = (name for name in _stock(layout, arrangement) if not casts_pool(name, layout, phase))
-    return (KVPOOL_BACKEND, *sorted(stock))
+    stock = SGLANG_READERS[layout].backends
+    if arrangement is not KVArrangement.LAYER_MAJOR:
+        stock &= STRIDED_READERS[arrangement]
+    return (KVPOOL_BACKEND, *sorted(name for name in stock if not casts_pool(name, layout, phase)))
 
 
 #: Stock backends that run on a CPU; the others need CUDA.
@@ -212,8 +199,6 @@ def obstacle(arrangement: KVArrangement) -> str:
 
 def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:
     """Refuse backends that cannot read a pool; the message also names those that can."""
-    if isinstance(backends, str):
-        backends = (backends,)
     unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]
     if unable:
         raise Refusal(

@@ -35,12 +35,8 @@ class TopkTransform(Enum):
 class UnsupportedCombination(Refusal):
     """No top-k transform works: some kernel would read rows of this layout in the wrong format.
 
-    Attributes
-    ----------
-    problem, remedy : str
-        The two halves of the message.
-    instead : tuple of str or None
-        Implementations (prefill, decode) that work instead; None if the message names something else.
+    `problem` and `remedy` are the two halves of the message, and `instead` implementations (prefill, decode)
+    that work instead; None if the message names something else.
     """
 
     def __init__(self, problem: str, remedy: str, instead: tuple[str, str] | None = None) -> None:

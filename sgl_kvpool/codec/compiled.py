@@ -37,10 +37,11 @@ def latent_id(fmt: RowFormat) -> int:
     return _LATENT_IDS[fmt.nope.encoding, None if fmt.scale is None else fmt.scale.encoding]
 
 
-def row_layout(fmt: RowFormat) -> list[int]:
-    """Fields of a format as `RowLayout` of csrc/row_conversion.h."""
+@cache
+def row_layout(fmt: RowFormat) -> torch.Tensor:
+    """Fields of a format as `RowLayout` of csrc/row_conversion.h, int64."""
     scale, rope = fmt.scale, fmt.rope
-    return [
+    fields = [
         latent_id(fmt),
         0 if rope is None else _ROPE_IDS[rope.encoding, None],
         fmt.nope.count,
@@ -53,6 +54,8 @@ def row_layout(fmt: RowFormat) -> list[int]:
         int(fmt.nope.uses_k_scale),
         0 if rope is None else int(rope.uses_k_scale),
     ]
+    # On the CPU also if torch has another default device.
+    return torch.tensor(fields, dtype=torch.int64, device="cpu")
 
 
 @cache
@@ -76,13 +79,6 @@ def encoder(fmt: RowFormat) -> Callable[..., None] | None:
     return None if compiled is None else compiled.encode_rows
 
 
-@cache
-def layout_tensor(fmt: RowFormat) -> torch.Tensor:
-    """`row_layout` as the int64 tensor that C++ reads."""
-    # On the CPU also if torch has another default device.
-    return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")
-
-
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
     """False for tensors of other classes, such as torch's fake tensors: they have no memory to read."""
     return all(type(x) in _PLAIN for x in tensors)
@@ -99,7 +95,7 @@ def encode_rows(
         return
     k_nope = k_nope.detach().resolve_neg()  # tvm-ffi rejects tensors that require gradients
     rope = k_nope[:, :0] if k_rope is None else k_rope.detach().resolve_neg()
-    encode(rows, k_nope, rope, layout_tensor(fmt), k_scale, torch.get_num_threads())
+    encode(rows, k_nope, rope, row_layout(fmt), k_scale, torch.get_num_threads())
 
 
 store_rows = partial(reference.store_rows, encode=encode_rows)
@@ -122,4 +118,4 @@ def gather_parts(
     listed = torch.arange(len(nope_out), device="cpu") if slots is None else slots.long().contiguous()
     rope = nope_out[:, :0] if rope_out is None else rope_out
     threads = torch.get_num_threads()
-    compiled.gather_rows(pool, listed, nope_out, rope, layout_tensor(fmt), k_scale, threads)
+    compiled.gather_rows(pool, listed, nope_out, rope, row_layout(fmt), k_scale, threads)

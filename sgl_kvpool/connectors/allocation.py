@@ -17,6 +17,7 @@ from sgl_kvpool.memory.canonical import (
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.refusal import whole_number
 from sgl_kvpool.transfer.cpu_engine import copy_checked_pages
+from sgl_kvpool.transfer.plan import check_page_lists
 
 
 def allocate_cross_layer(
@@ -202,23 +203,13 @@ def copy_pages(
         If the lists have different lengths, a page is outside of the group or listed twice for the target,
         or the layers have different content.
     TypeError
-        If a list is not an integer tensor.
+        If a list is not an integer tensor with one axis.
     """
     ours, theirs = source.group(group), target.group(group)
     for pages in (source_pages, target_pages):
         kind = getattr(pages, "dtype", type(pages).__name__)
         if kind not in (torch.int32, torch.int64):
             raise TypeError(f"a list of pages is {kind}, expected a tensor of int32 or int64")
-    if source_pages.shape != target_pages.shape or source_pages.dim() != 1:
-        raise ValueError(
-            f"page lists have shapes {tuple(source_pages.shape)} and {tuple(target_pages.shape)}"
-        )
-    for pages, count in ((source_pages, ours.num_pages), (target_pages, theirs.num_pages)):
-        if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < count):
-            raise ValueError(
-                f"pages {int(pages.min())} to {int(pages.max())} requested, the group has {count}"
-            )
-    if len(target_pages.unique()) != len(target_pages):
-        raise ValueError("a page of the target is listed twice")
+    check_page_lists(ours, theirs, source_pages.cpu().numpy(), target_pages.cpu().numpy())
     check_interchangeable(ours, theirs)
     copy_checked_pages(source, target, group, source_pages, target_pages, range(len(ours.layers)))

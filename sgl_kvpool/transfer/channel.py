@@ -29,10 +29,7 @@ class TransferChannel:
     """Transfers of one plan in one direction, by the engine that the factory `engine` makes for it."""
 
     def __init__(
-        self,
-        plan: TransferPlan,
-        direction: Literal["to_host", "to_device"],
-        engine: Callable[[TransferPlan], Any],
+        self, plan: TransferPlan, direction: Literal["to_host", "to_device"], engine: Engine
     ) -> None:
         self.plan, self.direction = plan, direction
         self.engine: Any = engine(plan)
@@ -67,7 +64,7 @@ class TransferChannel:
                 raise
 
     def _timed(self, engine: Any, transfer: Transfer, part: int | None) -> None:
-        size_bytes = len(transfer) * self.plan.bytes_per_page(None if part is None else [part])
+        size_bytes = len(transfer) * self.plan.bytes_per_page(part)
         if engine.is_asynchronous:
             self._on_stream(engine, transfer, part, size_bytes)
             return
@@ -144,9 +141,7 @@ class TransferChannels:
     @property
     def engines(self) -> str:
         """Engine names for a log line."""
-        return " and ".join(
-            dict.fromkeys(channel.engine.name for channel in (*self.to_host, *self.to_device))
-        )
+        return " and ".join(dict.fromkeys(one.engine.name for one in (*self.to_host, *self.to_device)))
 
     @property
     def run_bytes(self) -> list[int]:
@@ -164,24 +159,11 @@ def build_channels(
     k_scales: Sequence[Sequence[float]],
     request: EngineRequest,
 ) -> TransferChannels:
-    """Transfer channels between device pools and host pages.
+    """Transfer channels between device pools and host pages; an error if a requested engine cannot be built.
 
-    Parameters
-    ----------
-    pages : Tensor [pages, bytes], uint8, contiguous
-        Host pages, page-major: the rows of all layers, then whatever the tier keeps behind them.
-    views : sequence of CanonicalKVCaches
-        Byte views of the pools, with one group each.
-    places : sequence of sequences of int
-        For each pool, the positions of its layers among the layers of a host page.
-    page_size : int
-        Tokens of a page.
-    device_rows, host_rows : RowFormat
-    k_scales : sequence of sequences of float
-        For each pool, the k_scales of its layers.
-    request : EngineRequest
-
-    Exception if the engine that was requested by name cannot be built.
+    `pages` `[pages, bytes]` uint8, contiguous, are host pages, page-major: the rows of all layers, then
+    whatever the tier keeps behind them. For each pool there is a byte view with one group, the positions of
+    its layers among the layers of a host page (`places`), and the k_scales of its layers.
     """
     plans = []
     for view, layers, scales in zip(views, places, k_scales, strict=True):
@@ -191,9 +173,8 @@ def build_channels(
             there = RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
             back, content = there.reversed(), host_rows.tag
         host = host_view(pages, group, layers, page_size, host_rows, content)
-        plans.append(
-            (TransferPlan(view, host, group.name, there), TransferPlan(host, view, group.name, back))
-        )
+        name = group.name
+        plans.append((TransferPlan(view, host, name, there), TransferPlan(host, view, name, back)))
     # Padding between pages stays on the host.
     page_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
     return channels_of(plans, pages, page_bytes, request)

@@ -145,7 +145,7 @@ class RowConversion:
                 converted[:, theirs] = rows[:, mine]
         return converted
 
-    def numbers(self) -> tuple[list[int], list[int]]:
+    def row_layouts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both formats as `RowLayout` of codec/csrc/row_conversion.h."""
         return row_layout(self.source), row_layout(self.target)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.compiler import Module, cpu_flags
 from sgl_kvpool.memory.canonical import CanonicalKVCaches
-from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
-from sgl_kvpool.transfer.slots import Transfer
+from sgl_kvpool.transfer.plan import TransferPlan, run_table
+from sgl_kvpool.transfer.slots import Transfer, contiguous
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 
@@ -36,7 +35,7 @@ class TorchEngine:
         self.plan.check_pages(*lists)
         group = self.plan.source_group
         parts = range(len(group.layers)) if part is None else (part,)
-        from_pages, to_pages = (torch.from_numpy(np.array(pages, dtype=np.int64)) for pages in lists)
+        from_pages, to_pages = (torch.from_numpy(contiguous(pages)) for pages in lists)
         copy_checked_pages(
             self.plan.source, self.plan.target, group.name, from_pages, to_pages, parts, self._converted
         )
@@ -106,20 +105,11 @@ class CpuEngine:
         self.plan = plan
         self.threads = torch.get_num_threads() if threads is None else threads
         self._module = _module()
-        self._all_layers = self._prepared(plan.copy_runs)
-        self._one_layer = [
-            self._prepared(plan.copy_runs_of([part])) for part in range(len(plan.source_group.layers))
-        ]
+        parts = range(len(plan.source_group.layers))
+        self._all_layers = run_table(plan.copy_runs)
+        self._one_layer = [run_table(plan.copy_runs_of([part])) for part in parts]
         if plan.conversion is not None:
-            self._formats = [
-                torch.tensor(numbers, dtype=torch.int64) for numbers in plan.conversion.numbers()
-            ]
             self._k_scales = torch.tensor(plan.conversion.k_scales, dtype=torch.float32)
-
-    @staticmethod
-    def _prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
-        """Copy runs as the compiled side takes them, `[runs, 8]` int64."""
-        return torch.tensor([run.row for run in copy_runs], dtype=torch.int64).view(-1, 8)
 
     def copy(self, transfer: Transfer, part: int | None = None) -> None:
         """Copy pages of all layers, or of the layer at index `part` of the group; return when they are there.
@@ -131,9 +121,9 @@ class CpuEngine:
         runs = self._all_layers if part is None else self._one_layer[part]
         if not len(runs) or not len(transfer):
             return
-        pages = [torch.from_numpy(np.ascontiguousarray(p, dtype=np.int64)) for p in lists]
-        if self.plan.conversion is None:
+        pages, conversion = [torch.from_numpy(contiguous(p)) for p in lists], self.plan.conversion
+        if conversion is None:
             self._module.copy_pages(runs, *pages, self.threads)
             return
         k_scales = self._k_scales if part is None else self._k_scales[part : part + 1]
-        self._module.convert_pages(runs, *pages, *self._formats, k_scales, self.threads)
+        self._module.convert_pages(runs, *pages, *conversion.row_layouts(), k_scales, self.threads)

@@ -30,11 +30,10 @@ from sgl_kvpool.transfer.gpu_engine import (
     EngineTools,
     GpuEngine,
     KernelJob,
-    contiguous,
     counted_from,
 )
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import Transfer, packed_view
+from sgl_kvpool.transfer.slots import Transfer, contiguous, packed_view
 
 #: Bytes of a page that a load copies at once: enough that the copy takes the link longer (5 us) than its
 #: submission takes the CPU (0.6 us), few enough that the first layers arrive early.

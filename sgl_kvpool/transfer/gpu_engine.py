@@ -6,18 +6,17 @@ when both sides of a transfer are known, and keep the memory alive that they poi
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sgl_kvpool.compiler import Module
 from sgl_kvpool.transfer.conversion import RowConversion
-from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer
+from sgl_kvpool.transfer.plan import CopyRun, TransferPlan, run_table
+from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer, contiguous
 
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
 _SLOTS = 4
@@ -100,11 +99,6 @@ class EngineTools:
     make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)
 
 
-def contiguous(pages: np.ndarray) -> np.ndarray:
-    """Page indices as a contiguous int64 array, as compiled code takes them."""
-    return np.ascontiguousarray(pages, dtype=np.int64)
-
-
 class GpuEngine:
     """Base of the GPU engines: checks page lists and prepares them for compiled code."""
 
@@ -149,10 +143,6 @@ def counted_from(
     )
 
 
-def _table(runs: Sequence[CopyRun], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor([run.row for run in runs], dtype=torch.int64, device=device).view(-1, 8)
-
-
 class KernelJob:
     """The struct `KernelJob` of csrc/staging.h in host memory; with a conversion, each run is one row.
 
@@ -163,19 +153,19 @@ class KernelJob:
         self,
         runs: Sequence[CopyRun],
         device: torch.device,
-        conversion: RowConversion | None = None,
-        parts: Sequence[int] = (),
+        conversion: RowConversion | None,
+        parts: Sequence[int],
     ) -> None:
-        table = _table(runs, device)
+        table = run_table(runs, device)
         kept = [table]
         pointers = [0, 0, 0]
         if conversion is not None:
             scales = torch.tensor([conversion.k_scales[i] for i in parts], dtype=torch.float32, device=device)
-            formats = [torch.tensor(numbers, dtype=torch.int64) for numbers in conversion.numbers()]
+            formats = conversion.row_layouts()
             kept += [*formats, scales]
             pointers = [formats[0].data_ptr(), formats[1].data_ptr(), scales.data_ptr()]
         word_bytes = next(
-            (w for w in _WORD_BYTES if not any(n % w for run in runs for n in _bytes_of(run))), 1
+            (w for w in _WORD_BYTES if not any(n % w for run in runs for n in run.bytes_fields)), 1
         )
         numbers = [table.data_ptr(), len(runs), word_bytes, KERNEL_BLOCKS, *pointers]
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
@@ -183,16 +173,11 @@ class KernelJob:
         self.address = self._numbers.data_ptr()
 
 
-def _bytes_of(run: CopyRun) -> tuple[int, ...]:
-    """Fields of a run that are addresses, strides or sizes in bytes."""
-    return astuple(replace(run, run_count=0))
-
-
 class CopyJob:
     """The struct `CopyJob` of csrc/staging.h in host memory."""
 
     def __init__(self, runs: Sequence[CopyRun], chunks: RegisteredChunks) -> None:
-        table = _table(runs, "cpu")
+        table = run_table(runs)
         numbers = [table.data_ptr(), len(runs), chunks.begin, chunks.chunk_bytes]
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._kept = table

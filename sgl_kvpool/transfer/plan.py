@@ -7,7 +7,7 @@ layer. For pages p_source and p_target a `CopyRun` moves, for i in range(run_cou
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
 
 Layers whose runs are adjacent on both sides share one `CopyRun`. Compiled code gets the runs as integers
-(`CopyRun.row`). For the copy engine, csrc/copies.h also joins the runs of adjacent pages.
+(`run_table`). For the copy engine, csrc/copies.h also joins the runs of adjacent pages.
 
 Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
 and each layer keeps its own `CopyRun`.
@@ -22,6 +22,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
@@ -47,9 +48,9 @@ class CopyRun:
     target_run_stride: int = 0
 
     @property
-    def row(self) -> tuple[int, ...]:
-        """The fields in their order, as csrc/copy_run.h reads them."""
-        return astuple(self)
+    def bytes_fields(self) -> tuple[int, ...]:
+        """The fields that are addresses, strides or sizes in bytes."""
+        return astuple(replace(self, run_count=0))
 
     @property
     def size_bytes(self) -> int:
@@ -77,16 +78,16 @@ class CopyRun:
         return replace(self, run_bytes=self.run_bytes + other.run_bytes) if continues else None
 
 
+def run_table(runs: Sequence[CopyRun], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Runs as compiled code takes them, `[runs, 8]` int64: the fields in their order (csrc/copy_run.h)."""
+    return torch.tensor([astuple(run) for run in runs], dtype=torch.int64, device=device).view(-1, 8)
+
+
 class TransferPlan:
     """Transfers of one group's pages between two sets of caches.
 
-    Parameters
-    ----------
-    group : str
-        Name of a group of both sides. Its layers and the meaning of their bytes have to be the same on both
-        sides; their arrangement may differ.
-    conversion : RowConversion, optional
-        Conversion of the rows, if their formats differ.
+    `group` is the name of a group of both sides, whose layers and the meaning of their bytes have to be the
+    same on both; their arrangement may differ. `conversion`: that of the rows, if their formats differ.
 
     KeyError if a side lacks the group; ValueError if layers differ or their runs cannot be paired, or if rows
     to convert have other formats than the conversion or do not begin at multiples of 16 bytes.
@@ -131,39 +132,42 @@ class TransferPlan:
                 joined[-1] = both
         return tuple(run.simplified() for run in joined)
 
-    def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
-        """Bytes that a transfer of one page moves, for all layers or for some.
+    def bytes_per_page(self, part: int | None = None) -> int:
+        """Bytes that a transfer of one page moves, for all layers or for one.
 
         For converted rows these are the bytes of the narrower ones, which cross the link (engine `torch`
         converts on the source's device, so its loads move the wider ones).
         """
-        chosen = range(len(self._per_layer)) if parts is None else parts
+        chosen = range(len(self._per_layer)) if part is None else [part]
         sides = (self.source_group.layers, self.target_group.layers)
         return min(sum(layers[i].runs.size_bytes for i in chosen) for layers in sides)
 
     def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
-        """Check page lists, before anything is enqueued; TypeError if a list is not an array of integers.
+        """`check_page_lists` of this plan, before anything is enqueued."""
+        check_page_lists(self.source_group, self.target_group, source_pages, target_pages)
 
-        ValueError if the lists differ in length, a page is outside of its group, or a target page is listed
-        twice.
-        """
-        for name, pages, group in (
-            ("source", source_pages, self.source_group),
-            ("target", target_pages, self.target_group),
-        ):
-            if not isinstance(pages, np.ndarray) or pages.dtype.kind != "i" or pages.ndim != 1:
-                raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
-            if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
-                raise ValueError(
-                    f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
-                    f"{group.num_pages}"
-                )
-        if len(source_pages) != len(target_pages):
-            raise ValueError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
-        seen: np.ndarray = np.zeros(self.target_group.num_pages, dtype=bool)
-        seen[target_pages] = True
-        if np.count_nonzero(seen) != len(target_pages):
-            raise ValueError("a target page is listed twice, so its content would be undefined")
+
+def check_page_lists(
+    source: CanonicalGroup, target: CanonicalGroup, source_pages: np.ndarray, target_pages: np.ndarray
+) -> None:
+    """Check lists of pages; TypeError if a list is not an array of integers.
+
+    ValueError if the lists differ in length, a page is outside of its group, or a target is listed twice.
+    """
+    for name, pages, group in (("source", source_pages, source), ("target", target_pages, target)):
+        if not isinstance(pages, np.ndarray) or pages.dtype.kind != "i" or pages.ndim != 1:
+            raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
+        if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
+            raise ValueError(
+                f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
+                f"{group.num_pages}"
+            )
+    if len(source_pages) != len(target_pages):
+        raise ValueError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
+    seen: np.ndarray = np.zeros(target.num_pages, dtype=bool)
+    seen[target_pages] = True
+    if np.count_nonzero(seen) != len(target_pages):
+        raise ValueError("a target page is listed twice, so its content would be undefined")
 
 
 def _paired(
@@ -225,7 +229,7 @@ def _paired_rows(
     """Copy run of a layer's rows: one run per row on both sides."""
     a, b = _row_runs(ours.runs, rows), _row_runs(theirs.runs, rows)
     run = _copy_run(source, a, target, b, a.run_bytes)
-    numbers = (*replace(run, run_count=0).row, b.run_bytes)
+    numbers = (*run.bytes_fields, b.run_bytes)
     odd = [number for number in numbers if number % CONVERTED_ALIGNMENT_BYTES]
     if odd:
         raise ValueError(

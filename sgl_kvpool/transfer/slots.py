@@ -19,6 +19,11 @@ def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
     return slots.numpy()[::page_size].astype(np.int64) // page_size
 
 
+def contiguous(pages: np.ndarray) -> np.ndarray:
+    """Page indices as a contiguous int64 array, as compiled code takes them."""
+    return np.ascontiguousarray(pages, dtype=np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class DevicePages:
     """Pages of a GPU pool as SGLang's list of their slots, `[tokens]` int64, page by page, on any device."""

@@ -59,10 +59,7 @@ def test_values_at_any_stride(name, tokens):
 def test_few_tokens_are_not_worth_a_thread():
     """Starting a thread takes 20 us, in which a core encodes 20 rows of `fp4` and 80 of `fp8`."""
     threads = compiled.module().encoding_threads
-    layouts = {
-        name: torch.tensor(compiled.row_layout(row_format(name, 512, 64)), dtype=torch.int64)
-        for name in ("fp4", "fp8")
-    }
+    layouts = {name: compiled.row_layout(row_format(name, 512, 64)) for name in ("fp4", "fp8")}
     cores = len(os.sched_getaffinity(0))
     assert threads(layouts["fp4"], 128, 64) == threads(layouts["fp8"], 512, 64) == 1
     for name, tokens in (("fp4", 100_000), ("fp8", 100_000)):
@@ -72,7 +69,7 @@ def test_few_tokens_are_not_worth_a_thread():
 
 def test_threads_of_a_bound_thread():
     """SGLang binds a CPU server's threads to cores; threads that a bound thread starts inherit its cores."""
-    layout = torch.tensor(compiled.row_layout(row_format("fp4", 512, 64)), dtype=torch.int64)
+    layout = compiled.row_layout(row_format("fp4", 512, 64))
     cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(cores)})
@@ -86,7 +83,7 @@ def test_a_default_device_changes_nothing():
     fmt = row_format("fp8", 384, 0, align=2)
     values = hard_rows(3, 384)
     with torch.device("meta"):
-        rows = compiled.layout_tensor(fmt)
+        rows = compiled.row_layout(fmt)
     assert rows.device.type == "cpu"
     assert_same_bytes(encode_rows(values, None, fmt), by_reference(values, None, fmt))
 

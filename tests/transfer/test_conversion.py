@@ -48,7 +48,7 @@ def converted(conversion, source, threads=1):
         *(source.shape[1], count, wide[0].stride(0), wide[1].stride(0)),
     ]
     none = torch.zeros(1, dtype=torch.int64)
-    kinds = [torch.tensor(numbers) for numbers in conversion.numbers()]
+    kinds = conversion.row_layouts()
     k_scales = torch.tensor(conversion.k_scales, dtype=torch.float32)
     _module().convert_pages(torch.tensor([run]), none, none, *kinds, k_scales, threads)
     assert (wide[1][:, conversion.target.row_bytes :] == GUARD).all()
@@ -320,7 +320,7 @@ def test_plans_that_cannot_convert():
         return TransferPlan(source, target, "kv", conversion)
 
     assert plan().bytes_per_page() == 3 * 4 * 416
-    assert plan().bytes_per_page([1]) == 4 * 416
+    assert plan().bytes_per_page(1) == 4 * 416
     with pytest.raises(ValueError, match="or the meaning of their bytes"):
         plan(None)
     with pytest.raises(ValueError, match="2 k_scales for 3 layers of group kv"):
@@ -352,7 +352,7 @@ def test_the_compiled_pairs_are_those_of_the_table(own, other):
 
     source, target = formats(own, other)
     pair = RowConversion(source=source, target=target, k_scales=(1.0,))
-    kinds = [torch.tensor(numbers) for numbers in pair.numbers()]
+    kinds = pair.row_layouts()
     none, no_runs = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
     known = frozenset((source.layout.latent, target.layout.latent)) in module._CONVERTED
     refused = pytest.raises(ValueError, match="no conversion between these row formats")
