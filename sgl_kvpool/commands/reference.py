@@ -78,14 +78,14 @@ def _features() -> _Rows:
     found: dict[tuple[str, str], list[str]] = {}
     for group, scope in (
         (features.LAYOUT_FEATURES, "with every layout"),
+        (features.ARRANGEMENT_FEATURES, "with `token_major`, `page_major`"),
         (features.BACKEND_FEATURES, f"with `{KVPOOL_BACKEND}`"),
         (features.DRAFT_FEATURES, f"speculative decoding with `{KVPOOL_BACKEND}`"),
         (features.READER_FEATURES, "sparse attention with `fp4`, `fp4_fp8_rope`"),
     ):
         for one in group:
-            where = scope if not one.in_shared_buffers else "with `token_major`, `page_major`"
             devices = f" on {', '.join(one.devices)}" if one.devices else ""
-            flags = found.setdefault((where + devices, one.reason), [])
+            flags = found.setdefault((scope + devices, one.reason), [])
             flags.append(f"{_code(one.flag)} {one.values}".strip())
     for name, reason in UNSHOWN_ALGORITHMS.items():
         flags = found.setdefault((f"with `{KVPOOL_BACKEND}`", reason), [])

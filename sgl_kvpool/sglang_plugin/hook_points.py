@@ -103,21 +103,15 @@ class HookGroup:
     """Hook points that are needed together, and the modules of this package that need them.
 
     Modules below `hooks/` declare their hooks and with them their groups (:mod:`.registry`).
-
-    Attributes
-    ----------
-    leave_out : str
-        Arguments to leave out so that a server does not use the group.
-    modules : tuple of str
-        Modules without hooks that import SGLang, below the package.
-    is_used : callable
-        Takes a resolving view and the target's ModelConfig; returns whether the schedulers of a server with a
-        layout use the group. It returns False for groups of other processes.
     """
 
     name: str
+    #: Arguments to leave out so that a server does not use the group.
     leave_out: str
+    #: Modules without hooks that import SGLang, below the package.
     modules: tuple[str, ...] = ()
+    #: Whether the schedulers of a server with a layout use the group, by a resolving view and the target's
+    #: ModelConfig; False for groups of other processes.
     is_used: Callable[[Any, Any], bool] = lambda view, model_config: False
 
     @property

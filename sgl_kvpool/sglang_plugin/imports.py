@@ -20,15 +20,10 @@ _FLOORS = (f"{_PACKAGE}.srt.", f"{_PACKAGE}.sglang_plugin.")
 
 
 class Imports(NamedTuple):
-    """What one module imports.
+    """What one module imports at import time or in functions, and which modules of `own` package.
 
-    Attributes
-    ----------
-    at_import, in_functions : frozenset of str
-        Dotted names in SGLang: modules, names imported from them, and attributes of either that the source
-        uses (``ForwardMode.EXTEND``). Imports under TYPE_CHECKING are left out.
-    own : frozenset of str
-        Modules of this package that the module imports at import time.
+    Dotted names in SGLang are modules, names imported from them, and attributes of either that the source
+    uses (``ForwardMode.EXTEND``). Imports under TYPE_CHECKING are left out.
     """
 
     at_import: frozenset[str]

@@ -18,21 +18,14 @@ _FIELDS = "sglang.srt.server_args.ServerArgs._NS_BY_FIELD"
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A function, class or collection of SGLang that sgl-kvpool hooks or uses.
-
-    Attributes
-    ----------
-    parameters : tuple of str
-        Names the callable must take in this order; other parameters may come between. Empty: not checked.
-    hooked : bool
-        Whether the package wraps the target, which must then be found wrapped after hooking.
-    members, added : tuple of str
-        Names a collection must contain, and those that the package adds, which it must contain afterwards.
-    """
+    """A function, class or collection of SGLang that sgl-kvpool hooks or uses."""
 
     target: str
+    #: Names the callable must take in this order; other parameters may come between. Empty: not checked.
     parameters: tuple[str, ...] = ()
+    #: Whether the package wraps the target, which must then be found wrapped after hooking.
     hooked: bool = True
+    #: Names a collection must contain, and those that the package adds, which it must contain afterwards.
     members: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
 

@@ -106,16 +106,17 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
 
     model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
     model[0].k_scale_float = 0.5
-    kvc = SimpleNamespace(model=model, is_draft_worker=False)
+    dense = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]))
+    kvc = SimpleNamespace(is_draft_worker=False, model_config=dense)
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
 
     def checked(layout):
-        return pools._checked_k_scales(kvc, MLAKVCacheLayout(layout), pools._readers(kvc))
+        return pools._checked_k_scales(model, MLAKVCacheLayout(layout), pools._readers(kvc))
 
     with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0.*flashmla.*kvpool_mla"):
         checked("fp8")
     with pytest.raises(ValueError, match=r"k_scale=0\.5.*backend dsa does not.*use --kv-cache-layout bf16"):
-        pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8"), ("dsa",))
+        pools._checked_k_scales(model, MLAKVCacheLayout("fp8"), ("dsa",))
     assert checked("bf16") == {}
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
     assert checked("fp8") == {0: 0.5}

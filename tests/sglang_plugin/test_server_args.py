@@ -101,7 +101,7 @@ def test_every_refused_feature_is_tested():
     from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES as TABLE
 
     # Features with arrangements are tested in test_arrangement_argument.py.
-    assert {feature.flag for feature in TABLE if not feature.in_shared_buffers} == set(FEATURES)
+    assert {feature.flag for feature in TABLE} == set(FEATURES)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

@@ -19,11 +19,18 @@ from sgl_kvpool.sglang_plugin.hooks import disaggregation, weights
 from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
 from sgl_kvpool.sglang_plugin.hooks.server_args import require_decided
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
-from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
+from sgl_kvpool.sglang_plugin.options import (
+    ARRANGEMENT,
+    AUTO,
+    HOST_LAYOUT,
+    LAYOUT,
+    arrangement_of,
+    host_tier_of,
+    layout_of,
+)
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.rules.dsa import check_draft_backend
-from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import RowPool
@@ -117,7 +124,7 @@ def bound(
         layout,
         _k_scales_of(configurator, layout),
         requested_arrangement(configurator),
-        _readers_of_rows(configurator),
+        _readers(configurator),
         host_tier_of(configurator.server_args),
     )
     return partial(pool_class, options=options)
@@ -141,15 +148,12 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
         check_draft(layout, requested_arrangement(configurator), backend)
 
 
-def _readers_of_rows(configurator: Any) -> tuple[str, ...]:
-    """Names of all readers of a pool: SGLang's implementation of sparse attention is one name."""
-    return (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
-
-
 def _readers(configurator: Any) -> tuple[str, ...]:
     """Names of the attention backends that read the pool of a KVCacheConfigurator."""
     from sglang.srt.runtime_context import attention_backends, get_spec
 
+    if is_dsa(configurator.model_config):
+        return (DSA_BACKEND,)
     # As in model_runner.resolve_draft_attention_backend, a draft's explicit backend serves all its phases.
     draft = get_spec().speculative_draft_attention_backend if configurator.is_draft_worker else None
     if draft is not None:
@@ -162,15 +166,15 @@ def _k_scales_of(configurator: Any, layout: MLAKVCacheLayout) -> dict[int, float
     layers = layers_with_rows(configurator.model_config)
     if layers is not None and configurator.is_draft_worker:
         layers = (0,)  # a hybrid draft is one MLA layer, to which SGLang's builder of pools gives this number
-    return _checked_k_scales(configurator, layout, _readers_of_rows(configurator), layers)
+    return _checked_k_scales(configurator.model, layout, _readers(configurator), layers)
 
 
 def _checked_k_scales(
-    self, layout: MLAKVCacheLayout, readers: tuple[str, ...], with_rows: Collection[int] | None = None
+    model: Any, layout: MLAKVCacheLayout, readers: tuple[str, ...], with_rows: Collection[int] | None = None
 ) -> dict[int, float]:
     if not layout.uses_k_scale:
         return {}
-    k_scales = collect_k_scales(self.model)
+    k_scales = collect_k_scales(model)
     if with_rows is not None:  # linear layers that are `RadixAttention` modules (lightning) were found too
         k_scales = {layer: value for layer, value in k_scales.items() if layer in with_rows}
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
@@ -231,7 +235,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     disaggregation.remember(pool.row_pool)
     weights.follow_k_scales(pool, partial(_k_scales_of, self, layout))
     if not self.is_draft_worker:
-        _publish_metrics(self.server_args, layout, arrangement)
+        _publish_metrics(self.server_args)
     chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
     rows = pool.row_pool
     logger.info(
@@ -255,17 +259,15 @@ def _build_server_info(original, server_args, scheduler_info):
     return {**original(server_args, scheduler_info), **layout_info(server_args)}
 
 
-def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement) -> None:
+def _publish_metrics(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    view = resolving_view(server_args)
+    view, info = resolving_view(server_args), layout_info(server_args)
     if view.enable_metrics:
         metrics.publish(
-            layout=layout.value,
-            host_layout=host_tier_of(server_args).host_layout(layout).value
-            if has_host_tier(view)
-            else "none",
-            arrangement=arrangement.value,
+            layout=info[LAYOUT.name],
+            host_layout=info.get(HOST_LAYOUT.name, "none"),
+            arrangement=info[ARRANGEMENT.name],
             backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),
         )
 

@@ -233,16 +233,11 @@ def _choose_backend(server_args):
         declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     attention_rules.check_backends(layout, arrangement, view)
     if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
-        _disable_cuda_graphs(server_args, declare_resolution, view)
+        from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-
-def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
-    """Disable CUDA graphs on a CPU, as SGLang does for torch_native."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
-
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        config = with_phase(view.cuda_graph_config, phase, backend=Backend.DISABLED)
-        declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
+        for part in (Phase.DECODE, Phase.PREFILL):  # disabled, as SGLang does for torch_native
+            config = with_phase(view.cuda_graph_config, part, backend=Backend.DISABLED)
+            declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
 
 
 def _finish(server_args):

@@ -51,15 +51,9 @@ def wrap_calls(store: Any, of_states: Mapping[str, Callable]) -> None:
     """Replace the methods by which SGLang's controllers call a store.
 
     A call longer than ten seconds is counted. Keys name the pages' weights, and a store has no pages of
-    unsettled weights.
-
-    Parameters
-    ----------
-    store : HiCacheStorage
-        Of any class, so that its methods are replaced on the object.
-    of_states : mapping
-        Method -> `wrapped(original, *args)`, which checks the states that it moves; outside of the time
-        limit, and inside of the keys, which seed the checksums of states.
+    unsettled weights. The store may be of any class, so methods are replaced on the object. `of_states`:
+    method -> `wrapped(original, *args)`, which checks the states that it moves; outside of the time limit,
+    and inside of the keys, which seed the checksums of states.
     """
     for method, (action, by_key) in _METHODS.items():
         if hasattr(store, method):

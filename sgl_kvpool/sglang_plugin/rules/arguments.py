@@ -12,8 +12,14 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, shown
 from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.registry import fields
+from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
-from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, LAYOUT_FEATURES, first_in_use, flag_of
+from sgl_kvpool.sglang_plugin.rules.features import (
+    ARRANGEMENT_FEATURES,
+    BACKEND_FIELDS,
+    LAYOUT_FEATURES,
+    flag_of,
+)
 
 #: Largest count; SGLang and the kernels keep tokens and slots in 32 bits.
 _LARGEST_COUNT = (1 << 31) - 1
@@ -23,19 +29,14 @@ _LARGEST_COUNT = (1 << 31) - 1
 class Number:
     """A numeric argument (a field of ServerArgs) and its limits; the value None leaves the choice to SGLang.
 
-    Attributes
-    ----------
-    noun : str
-        What the number counts, for messages.
-    least : int
-        Smallest allowed value of a whole number.
-    most : float, optional
-        Upper limit of a number above 0, whole or not; infinity, which is not allowed itself, is no limit.
+    `noun` is what the number counts, for messages.
     """
 
     field: str
     noun: str
+    #: Smallest allowed value of a whole number.
     least: int = 1
+    #: Upper limit of a number above 0, whole or not; infinity, which is not allowed itself, is no limit.
     most: float | None = None
 
     @property
@@ -109,16 +110,11 @@ def check(server_args: Any) -> dict[options.Option, str]:
 
 def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
     """Refuse arguments that do not work with layout and arrangement; `view` has ServerArgs' fields."""
-    contiguous = arrangement.has_contiguous_layers
-    refused = [one for one in LAYOUT_FEATURES if not (one.in_shared_buffers and contiguous)]
-    found = first_in_use(refused, view)
-    if found is None:
-        return
-    feature, text = found
-    ours = f"{options.LAYOUT.flag} {layout}"
-    if feature.in_shared_buffers:
+    remedy = "leave out one of the two"
+    features.check_features(LAYOUT_FEATURES, view, f"{options.LAYOUT.flag} {layout}", remedy)
+    if not arrangement.has_contiguous_layers:
         ours = f"{options.ARRANGEMENT.flag} {arrangement}"
-    raise Refusal(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
+        features.check_features(ARRANGEMENT_FEATURES, view, ours, remedy)
 
 
 def _is_a(kind: type, value: Any) -> bool:

@@ -22,7 +22,7 @@ from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
-from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, check_features
 
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
@@ -206,13 +206,8 @@ def check_model(model_config: Any, view: Any) -> None:
 def _check_features(
     features: tuple[Feature, ...], view: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement
 ) -> None:
-    found = first_in_use(features, view)
-    if found is not None:
-        feature, text = found
-        raise Refusal(
-            f"{text} does not work with attention backend {KVPOOL_BACKEND}: {feature.reason}; leave it out"
-            f"{_or_rows_of_sglang(layout, arrangement, view)}"
-        )
+    remedy = f"leave it out{_or_rows_of_sglang(layout, arrangement, view)}"
+    check_features(features, view, f"attention backend {KVPOOL_BACKEND}", remedy)
 
 
 def _or_rows_of_sglang(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> str:

@@ -27,7 +27,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
-from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, first_in_use, flag_of
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
 
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")
@@ -60,10 +60,7 @@ def prepare(
         )
     wrong = _given(BACKEND_FIELDS, server_args, lambda value: value not in _NAMES)
     if wrong:
-        raise Refusal(
-            f"{' and '.join(wrong)} cannot compute the sparse attention (DSA) of {name}; "
-            f"{_leave_out(wrong)}, and SGLang uses {DSA_BACKEND}"
-        )
+        raise _not_sparse(" and ".join(wrong), name, _leave_out(wrong))
     if not has_own_draft(server_args):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
@@ -98,17 +95,15 @@ def check_draft_backend(backend: str | None, name: str) -> None:
 
     A separate draft model is checked when its pool is built, since its attention is not known before.
     """
-    if backend is not None:
-        _check_backend(f"--speculative-draft-attention-backend {backend}", backend, name)
+    if backend not in (None, *_NAMES):
+        raise _not_sparse(f"--speculative-draft-attention-backend {backend}", name, "leave it out")
 
 
-def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it out") -> None:
-    """Refuse an attention backend that model `name` cannot use; `what` is its name in the error."""
-    if backend not in _NAMES:
-        raise Refusal(
-            f"{what} cannot compute the sparse attention (DSA) of {name}; {remedy}, and SGLang uses "
-            f"{DSA_BACKEND}"
-        )
+def _not_sparse(what: str, name: str, remedy: str) -> Refusal:
+    """The error for an attention backend that model `name` cannot use."""
+    return Refusal(
+        f"{what} cannot compute the sparse attention (DSA) of {name}; {remedy}, and SGLang uses {DSA_BACKEND}"
+    )
 
 
 def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
@@ -159,9 +154,10 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
         )
     for phase, backend in zip(PHASES, attention_backends_of(view), strict=True):
-        # If the user names the backend of one phase, SGLang sets the other.
-        remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
-        _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
+        if backend not in _NAMES:
+            # If the user names the backend of one phase, SGLang sets the other.
+            remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
+            raise _not_sparse(f"the {phase} attention backend, {backend},", name, remedy)
     try:
         _check_modes(layout, model_config, view)
     except UnsupportedCombination as error:
@@ -171,13 +167,10 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         remedy = f"use {LAYOUT.flag} {other}, or {error.remedy}"
         raise UnsupportedCombination(error.problem, remedy, error.instead) from None
     if not sglang_dsa_reads(layout):
-        found = first_in_use(READER_FEATURES, view)
-        if found is not None:
-            feature, text = found
-            raise Refusal(
-                f"{text} does not work with {LAYOUT.flag} {layout}: {feature.reason}; use {LAYOUT.flag} "
-                f"{_default_narrow_layout()}, whose rows SGLang's kernels read, or leave it out"
-            )
+        remedy = (
+            f"use {LAYOUT.flag} {_default_narrow_layout()}, whose rows SGLang's kernels read, or leave it out"
+        )
+        check_features(READER_FEATURES, view, f"{LAYOUT.flag} {layout}", remedy)
     copied = SGLANG_READERS[layout].dsa_copied
     wrong = _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied)
     if wrong:

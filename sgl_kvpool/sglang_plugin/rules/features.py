@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.registry import fields
 
 #: Fields of SGLang's ServerArgs that name an attention backend of the target.
@@ -18,30 +19,17 @@ def flag_of(field: str) -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """A server argument (a field of ServerArgs) that is refused.
-
-    Attributes
-    ----------
-    reason : str
-        Why the feature is refused, for messages.
-    in_use : callable
-        Takes the field's value; returns whether the feature is on.
-    flag : str
-        The flag as the user writes it; by default `flag_of` the field.
-    in_shared_buffers : bool
-        Whether it is refused only with arrangements in which rows of other layers lie between those of one.
-    devices : tuple of str, optional
-        Devices on which the feature is refused; by default all.
-    values : str
-        The refused values in words, if only some are; for the page that lists refusals.
-    """
+    """A server argument (a field of ServerArgs) that is refused, and the reason for messages."""
 
     field: str
     reason: str
+    #: Whether the feature is on, by the field's value.
     in_use: Callable[[Any], bool] = bool
+    #: The flag as the user writes it; by default `flag_of` the field.
     flag: str = ""
-    in_shared_buffers: bool = False
+    #: Devices on which the feature is refused; by default all.
     devices: tuple[str, ...] | None = None
+    #: The refused values in words, if only some are; for the page that lists refusals.
     values: str = ""
 
     def __post_init__(self) -> None:
@@ -61,6 +49,14 @@ def first_in_use(features: Iterable[Feature], view: Any) -> tuple[Feature, str] 
         if (feature.devices is None or view.device in feature.devices) and feature.in_use(value):
             return feature, feature.written(value)
     return None
+
+
+def check_features(features: Iterable[Feature], view: Any, ours: str, remedy: str = "leave it out") -> None:
+    """Refuse a feature that a server uses and that does not work with `ours`."""
+    found = first_in_use(features, view)
+    if found is not None:
+        feature, text = found
+        raise Refusal(f"{text} does not work with {ours}: {feature.reason}; {remedy}")
 
 
 def disaggregates(mode: str | None) -> bool:
@@ -109,11 +105,14 @@ LAYOUT_FEATURES = (
         "host_pool",
         "SGLang's host_pool supports multi-head pools only, and retracted MLA rows are kept in cpu_tensor",
     ),
+)
+
+#: Features refused with arrangements in which rows of other layers lie between those of one.
+ARRANGEMENT_FEATURES = (
     Feature(
         "disaggregation_mode",
         "SGLang sends a layer's pages as contiguous bytes, and here rows of other layers lie between them",
         in_use=disaggregates,
-        in_shared_buffers=True,
     ),
 )
 
@@ -165,5 +164,5 @@ READER_FEATURES = (
     above_one("attn_cp_size", _SPARSE_CP),
 )
 
-for _features in (LAYOUT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, READER_FEATURES):
+for _features in (LAYOUT_FEATURES, ARRANGEMENT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, READER_FEATURES):
     fields(*(feature.field for feature in _features))

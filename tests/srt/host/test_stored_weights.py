@@ -317,14 +317,7 @@ def followed(monkeypatch):
     monkeypatch.setattr(weights, "_followed", [])
 
     def follow(pool, model, readers=("kvpool_mla",)):
-        class Configurator:
-            pass
-
-        configurator = Configurator()
-        configurator.model = model
-        weights.follow_k_scales(
-            pool, lambda: pools._checked_k_scales(configurator, pool.kv_cache_layout, readers)
-        )
+        weights.follow_k_scales(pool, lambda: pools._checked_k_scales(model, pool.kv_cache_layout, readers))
         return pool
 
     return follow
