@@ -8,7 +8,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 def whole(text: str, most: int = (1 << 31) - 1) -> int:
     """Type of an argument: a whole number from 1 to `most`."""
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to {most}")
     return int(text)
 
 

@@ -46,7 +46,7 @@ NO_GPU = "is not the memory of one GPU in GiB (MiB divided by 1024); give a numb
         ),
         (
             ["--model", V32, "--gpu-gb", "80", "--tp", "0"],
-            "--tp: '0' is not a whole number from 1 to 2147483647",
+            "--tp: 0 is not a whole number from 1 to 2147483647",
         ),
         (["--model", V32, "--gpu-gb", "80", "--tp", "1.5"], "--tp: 1.5 is not a whole number"),
         (["--model", V32, "--gpu-gb", "80", "--context", "-1"], "--context: -1 is not a whole number"),
