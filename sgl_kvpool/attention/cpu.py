@@ -23,22 +23,14 @@ _SCORE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a batch as the attention code sees it; numbers are host integers.
+    """One request of a batch as the attention code sees it; numbers are host integers."""
 
-    Attributes
-    ----------
-    query_start, query_count : int
-        Position of its queries among the batch's tokens.
-    first_position : int
-        Position of its first query in the sequence; query `i` attends rows up to `first_position + i`.
-    rows_start, rows_count : int
-        Position of its stored rows in the batch's list of row numbers. These rows are tokens 0, 1, ... of the
-        sequence.
-    """
-
+    #: Position of its queries among the batch's tokens.
     query_start: int
     query_count: int
+    #: Position of its first query in the sequence; query `i` attends rows up to `first_position + i`.
     first_position: int
+    #: Position of its stored rows, tokens 0, 1, ... of the sequence, in the batch's list of row numbers.
     rows_start: int
     rows_count: int
 

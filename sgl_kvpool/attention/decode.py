@@ -17,6 +17,7 @@ from sgl_kvpool.attention.decode_config import (
 from sgl_kvpool.codec import checks, gather_rows
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.arrangement import rows_of_slots
+from sgl_kvpool.refusal import whole_number
 
 #: Number of rows that the CPU path decodes at a time: 9 MB of float32.
 _CHUNK_ROWS = 4096
@@ -161,7 +162,7 @@ def mla_decode(
     decode_checks.index(kv_lens, "kv_lens", (tokens,), pool)
     page = decode_checks.page(page)
     if max_rows is not None:
-        decode_checks.whole("max_rows", max_rows)
+        whole_number("max_rows", max_rows, 0)
     scale = decode_checks.scale(scale)
     k_scale = checks.scale(k_scale, fmt)
     if out is None:

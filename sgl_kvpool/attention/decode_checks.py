@@ -11,6 +11,7 @@ from sgl_kvpool.codec import checks
 from sgl_kvpool.codec.checks import dtype_names
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.arrangement import PageStride
+from sgl_kvpool.refusal import whole_number
 
 _QUERY_DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -91,8 +92,7 @@ def queries(
 
 def tokens_per_list(queries_per_list: int, tokens: int) -> int:
     """Number of groups of queries that share a list."""
-    whole("queries_per_list", queries_per_list)
-    if queries_per_list < 1 or tokens % queries_per_list:
+    if tokens % whole_number("queries_per_list", queries_per_list):
         raise ValueError(
             f"queries_per_list={queries_per_list} does not divide the {tokens} queries; pass whole groups, "
             "and pad the last one with queries whose kv_lens are 0"
@@ -122,7 +122,7 @@ def page(value: tuple[int, int] | tuple[int, int, int] | None) -> PageStride | N
     """Check the fields of a PageStride; None if slots are row numbers."""
     if value is None:
         return None
-    known = isinstance(value, tuple) and len(value) in (2, 3) and all(map(_is_whole, value))
+    known = isinstance(value, tuple) and len(value) in (2, 3) and all(type(x) is int for x in value)
     stride = PageStride(*value) if known else PageStride(0, 0)
     if not 1 <= stride.page_size_tokens <= stride.rows_per_page or stride.slots_per_row < 1:
         raise ValueError(
@@ -130,16 +130,6 @@ def page(value: tuple[int, int] | tuple[int, int, int] | None) -> PageStride | N
             "rows_per_page, and slots_per_row >= 1 if given; take it from the pool's page_stride"
         )
     return None if stride == PageStride(stride.rows_per_page, stride.rows_per_page) else stride
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def whole(name: str, value: object) -> None:
-    """Refuse values that are not integers."""
-    if not _is_whole(value):
-        raise TypeError(f"{name}={value!r} is {type(value).__name__}, expected int; convert it first")
 
 
 def scale(value: float) -> float:

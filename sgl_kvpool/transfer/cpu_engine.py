@@ -105,9 +105,7 @@ class CpuEngine:
         self.plan = plan
         self.threads = torch.get_num_threads() if threads is None else threads
         self._module = _module()
-        parts = range(len(plan.source_group.layers))
-        self._all_layers = run_table(plan.copy_runs)
-        self._one_layer = [run_table(plan.copy_runs_of([part])) for part in parts]
+        self._runs = plan.by_part(lambda runs, parts: run_table(runs))
         if plan.conversion is not None:
             self._k_scales = torch.tensor(plan.conversion.k_scales, dtype=torch.float32)
 
@@ -118,7 +116,7 @@ class CpuEngine:
         """
         lists = transfer.page_indices()
         self.plan.check_pages(*lists)
-        runs = self._all_layers if part is None else self._one_layer[part]
+        runs = self._runs[part]
         if not len(runs) or not len(transfer):
             return
         pages, conversion = [torch.from_numpy(contiguous(p)) for p in lists], self.plan.conversion

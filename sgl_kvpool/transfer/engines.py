@@ -182,18 +182,14 @@ class CopyEngine(GpuEngine):
         super().__init__(plan, tools, to_host)
         if plan.conversion is not None:
             raise ValueError("the copy engine cannot encode or decode rows; use engine staged or kernel")
-        self._all = CopyJob(plan.copy_runs, tools.chunks)
-        self._one = [
-            CopyJob(plan.copy_runs_of([part]), tools.chunks) for part in range(len(plan.source_group.layers))
-        ]
+        self._jobs = plan.by_part(lambda runs, parts: CopyJob(runs, tools.chunks))
 
     def copy(self, transfer: Transfer, part: int | None = None) -> None:
         """Enqueue copies of pages, all parts or one. Waits for the GPU if a page list is on it."""
         source, target = map(contiguous, transfer.page_indices())
         self.plan.check_pages(source, target)
-        job = self._all if part is None else self._one[part]
         self.tools.calls.copy_pages(
-            job.address,
+            self._jobs[part].address,
             source.ctypes.data,
             target.ctypes.data,
             len(source),
@@ -210,11 +206,7 @@ class KernelEngine(GpuEngine):
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
-        parts = range(len(plan.source_group.layers))
-        self._all = KernelJob(plan.copy_runs, tools.device, plan.conversion, parts)
-        self._one = [
-            KernelJob(plan.copy_runs_of([part]), tools.device, plan.conversion, [part]) for part in parts
-        ]
+        self._jobs = plan.by_part(lambda runs, parts: KernelJob(runs, tools.device, plan.conversion, parts))
 
     def copy(self, transfer: Transfer, part: int | None = None) -> None:
         """Enqueue a kernel that moves pages, all parts or one."""
@@ -225,9 +217,8 @@ class KernelEngine(GpuEngine):
             lists = [self._on_device(pages) for pages in (ends if self.to_host else ends[::-1])]
             transfer.state[self] = lists
         (source, source_stride), (target, target_stride) = lists
-        job = self._all if part is None else self._one[part]
         self.tools.calls.kernel_pages(
-            job.address,
+            self._jobs[part].address,
             source.data_ptr(),
             source_stride,
             target.data_ptr(),

@@ -17,9 +17,10 @@ Addresses are byte addresses as integers, in host or device memory; only the eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from sgl_kvpool.memory.canonical import (
 )
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
+
+_Job = TypeVar("_Job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,11 @@ class TransferPlan:
             else:
                 joined[-1] = both
         return tuple(run.simplified() for run in joined)
+
+    def by_part(self, make: Callable[[Sequence[CopyRun], Sequence[int]], _Job]) -> dict[int | None, _Job]:
+        """`make(runs, parts)` for each part of the group and, under None, for all; call at setup only."""
+        every = range(len(self._per_layer))
+        return {None: make(self.copy_runs, every)} | {i: make(self.copy_runs_of([i]), [i]) for i in every}
 
     def bytes_per_page(self, part: int | None = None) -> int:
         """Bytes that a transfer of one page moves, for all layers or for one.

@@ -51,22 +51,15 @@ Pages = np.ndarray | DevicePages
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A store or a load: which pages go where. A load is carried out part by part, each part once.
+    """A store (`to_host`) or a load: which pages go where. A load is carried out part by part, each once.
 
-    Attributes
-    ----------
-    host_pages : ndarray [pages], integers
-    device_pages : ndarray [pages], integers, or DevicePages
-        `device_pages[i]` and `host_pages[i]` are the two ends of one copy.
-    to_host : bool
-        Whether this is a store.
-    state : dict
-        What a channel or an engine, which is the key, keeps from one part to the next.
+    `device_pages[i]` and `host_pages[i]` `[pages]` integers are the two ends of one copy.
     """
 
     host_pages: np.ndarray
     device_pages: Pages
     to_host: bool
+    #: What a channel or an engine, which is the key, keeps from one part to the next.
     state: dict[Any, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:

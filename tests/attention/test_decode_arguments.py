@@ -83,8 +83,8 @@ def call(**changes):
         ({"page": 4}, ValueError, "page=4, expected (page_size_tokens, rows_per_page)"),
         ({"page": (4.0, 12)}, ValueError, "page=(4.0, 12)"),
         ({"page": (4, 12, 0)}, ValueError, "page=(4, 12, 0)"),
-        ({"queries_per_list": "2"}, TypeError, "queries_per_list='2' is str, expected int"),
-        ({"max_rows": 2.5}, TypeError, "max_rows=2.5 is float"),
+        ({"queries_per_list": "2"}, ValueError, "queries_per_list='2' is not a positive integer"),
+        ({"max_rows": 2.5}, ValueError, "max_rows=2.5 is not an integer of at least 0"),
         ({"scale": float("nan")}, ValueError, "scale=nan is not finite"),
         ({"scale": 1e39}, ValueError, "scale=1e+39 is not finite in float32"),
         (

@@ -81,8 +81,7 @@ def check_named(
             # A draft's steps and verification need one backend for all phases.
             proposed = None if view.speculative_algorithm is None else phase
             _check_reader("--attention-backend", common, layout, arrangement, phase, view.device, proposed)
-    if common is not None and not can_read(common, layout, arrangement):
-        raise Refusal(_unreadable("--attention-backend", common, layout, arrangement, None, view.device))
+    _check_reader("--attention-backend", common, layout, arrangement, None, view.device)
 
 
 def phases_taken_over(
@@ -114,37 +113,28 @@ def _check_reader(
     backend: str | None,
     layout: MLAKVCacheLayout,
     arrangement: KVArrangement,
-    phase: str,
-    device: str,
-    proposed: str | None,
-) -> None:
-    """Refuse a backend that cannot read the rows in `phase`; the error names those of phase `proposed`."""
-    if backend is not None and not can_read(backend, layout, arrangement, phase):
-        raise Refusal(_unreadable(flag, backend, layout, arrangement, phase, device, proposed))
-
-
-def _unreadable(
-    flag: str,
-    backend: str,
-    layout: MLAKVCacheLayout,
-    arrangement: KVArrangement,
     phase: str | None,
     device: str,
     proposed: str | None = None,
-) -> str:
-    """Error text for a backend that cannot read a layout or its arrangement, or casts the whole pool."""
+) -> None:
+    """Refuse a backend that cannot read the rows in `phase`, or in any phase if that is None.
+
+    The error names backends that read them in phase `proposed`.
+    """
+    if backend is None or can_read(backend, layout, arrangement, phase):
+        return
     able = use((KVPOOL_BACKEND, *suggestions(layout, device, arrangement, proposed)))
     if casts_pool(backend, layout, phase):
-        return (
+        raise Refusal(
             f"{flag} {backend} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
             f"with {LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or {able}"
         )
     if can_read(backend, layout, phase=phase):
-        return (
+        raise Refusal(
             f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}: "
             f"{obstacle(arrangement)}; leave out one of the two, or {able}"
         )
-    return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or {able}"
+    raise Refusal(f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or {able}")
 
 
 def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:

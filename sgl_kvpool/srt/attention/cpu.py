@@ -15,8 +15,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sgl_kvpool import env
 from sgl_kvpool.attention import compiled
 from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.layers import check_layers, pool_of
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
@@ -33,18 +31,13 @@ class KVPoolMLABackend(AttentionBackend):
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
     lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool.
-    ValueError for another pool or device, or for layers that this backend does not compute (sliding windows,
+    ValueError for another pool, or for layers that this backend does not compute (sliding windows,
     logit caps).
     """
 
     def __init__(self, model_runner):
         super().__init__()
         pool = pool_of(model_runner)
-        if torch.device(model_runner.device).type != "cpu":
-            raise Refusal(
-                f"this is attention backend {KVPOOL_BACKEND} for CPUs, but the device is "
-                f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
-            )
         check_layers(model_runner.model, pool, mha_form=False)
         # Part of the interface: SGLang finds its pools through the backend object.
         self.token_to_kv_pool = pool

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 
 if TYPE_CHECKING:
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class KVPoolMultiStepDraftBackend:
-    """SGLang's container of backends for drafting tokens one after the other; ValueError if `topk` is not 1.
+    """SGLang's container of backends for drafting tokens one after the other, in chains.
 
     Step `i` attends the stored rows of a request and the `i + 1` tokens drafted so far, whose slots SGLang
     has already written into its request table. Therefore the steps differ only in their kv_lens. There is one
@@ -25,11 +23,7 @@ class KVPoolMultiStepDraftBackend:
     needs_cpu_seq_lens: bool = False
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int):
-        if topk != 1:
-            raise Refusal(
-                f"--speculative-eagle-topk {topk}: attention backend {KVPOOL_BACKEND} attends one draft per "
-                "step, not a tree; use --speculative-eagle-topk 1"
-            )
+        assert topk == 1, topk  # `rules.attention` refuses trees
         self.topk = topk
         self.speculative_num_steps = speculative_num_steps
         self.kv_index_translator = model_runner.kv_index_translator

@@ -47,21 +47,13 @@ def _rounded_up(size_bytes: int, multiple_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class HostPageFormat:
-    """Sizes of a host page.
+    """Sizes of a host page."""
 
-    Attributes
-    ----------
-    content_bytes : int
-        Bytes of the content: rows of all layers, or the states of a slot.
-    size_bytes : int
-        Bytes of the page with padding and checksum.
-    copied_bytes : int
-        Bytes of a copy for a store: the page, then zeros.
-    has_checksum : bool
-    """
-
+    #: Of the content: rows of all layers, or the states of a slot.
     content_bytes: int
+    #: Of the page with padding and checksum.
     size_bytes: int
+    #: Of a copy for a store: the page, then zeros.
     copied_bytes: int
     has_checksum: bool = True
 

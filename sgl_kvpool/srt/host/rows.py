@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
-from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, DIRECT_IO_BYTES, HostPageFormat
+from sgl_kvpool.srt.host.page_format import DIRECT_IO_BYTES, HostPageFormat
 from sgl_kvpool.srt.host.shared_segment import NodeRanks
 from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
@@ -212,19 +212,14 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         if self.row_format != self._device_rows:
             # The base class has set both from the device pool.
             self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
-        fmt = self.page_format
-        shape = (self.page_num, fmt.size_bytes // self.dtype.itemsize)
+        shape = (self.page_num, self.page_format.size_bytes // self.dtype.itemsize)
         if self.shared is not None:
             buffer = self.shared.allocate(shape, self.dtype)
         else:
             buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
-        if fmt.has_checksum:
-            # Stores write the padding too, so it must not keep earlier contents of the memory.
-            buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        self._chunks = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._chunks is not None
+        self._take(buffer)
         return buffer
 
     @overrides

@@ -32,22 +32,13 @@ _DIGEST_BITS = 62
 
 
 class SharedTier:
-    """State of a tier of rows that the ranks of a machine share.
+    """State of a tier of rows that the ranks of a machine share; `log` is that of this rank's allocator."""
 
-    Attributes
-    ----------
-    log : AllocationLog
-        Log of this rank's allocator.
-    lost : LostPages
-        Lost pages of all ranks; stored behind the pages in the segment.
-    has_to_compare : bool
-        Whether the ranks have not compared their logs in this step yet.
-    may_submit : bool
-        Whether backups may be submitted: the logs were compared, or the tier has ended and stores nothing.
-    """
-
+    #: Lost pages of all ranks; stored behind the pages in the segment.
     lost: LostPages
+    #: Whether the ranks have not compared their logs in this step yet.
     has_to_compare = False
+    #: Whether backups may be submitted: the logs were compared, or the tier has ended and stores nothing.
     may_submit = False
 
     def __init__(self, ranks: NodeRanks):
@@ -78,11 +69,6 @@ class SharedTier:
         flags = memory[flags_at : flags_at + flags_bytes].numpy().reshape(self.ranks.count, shape[0])
         self.lost = LostPages(flags, self.ranks.rank)
         return memory[:pages_bytes].view(dtype).view(shape)
-
-    @property
-    def is_interleaved(self) -> bool:
-        """Whether the memory alternates between NUMA nodes."""
-        return self._segment is not None and self._segment.is_interleaved
 
     def own_part(
         self, host_pages: np.ndarray, device_pages: np.ndarray | DevicePages
@@ -133,7 +119,8 @@ class SharedTier:
 
     def in_words(self, tokens: int) -> str:
         """Text for the log about a tier of `tokens` tokens."""
-        spread = ", interleaved over NUMA nodes" if self.is_interleaved else ""
+        assert self._segment is not None
+        spread = ", interleaved over NUMA nodes" if self._segment.is_interleaved else ""
         return (
             f"one copy for the {self.ranks.count} ranks of this machine{spread}: {tokens} tokens, "
             f"{self.ranks.fewest} times as many as with a tier for each rank"

@@ -28,7 +28,7 @@ from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, Layer
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
-from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, HostPageFormat
+from sgl_kvpool.srt.host.page_format import DIRECT_IO_BYTES, HostPageFormat
 from sgl_kvpool.srt.host.transfer_mixin import TransferMixin
 from sgl_kvpool.srt.pool.regions import canonical_view
 from sgl_kvpool.transfer.channel import EngineRequest, TransferChannel, channels_of
@@ -137,8 +137,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
         Pools with one layer each, whose states have the target's geometry.
     options : HostTierOptions, optional
         Options of the host tier of rows; their layout does not apply to states.
-    pin_memory : bool, optional
-        Whether to register the memory with CUDA; by default for pools on a GPU.
 
     Attributes
     ----------
@@ -166,7 +164,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
         *,
         draft_pools: Sequence[Any] = (),
         options: HostTierOptions | None = None,
-        pin_memory: bool | None = None,
         io_backend: str = "kernel",
         allocator_type: str = "default",
     ) -> None:
@@ -177,7 +174,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
         self.storage_format_tag = self._view.tag
         self.page_format = HostPageFormat.of_states(self._view.group.bytes_per_page)
         infos = [pool.get_device_pool_infos()[0].buffer_info for pool in pools]
-        device = infos[0].temporal.device
         capacity = mamba_pool.host_capacity_tokens
         try:
             super().__init__(
@@ -185,7 +181,7 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
                 host_to_device_ratio,
                 host_size,
                 device_capacity=mamba_pool.size if capacity is None else capacity,
-                pin_memory=device.type != "cpu" if pin_memory is None else pin_memory,
+                pin_memory=infos[0].temporal.device.type != "cpu",
                 allocator_type=allocator_type,
                 layout=layout,
                 mtp_draft_buffer_infos=infos[1:],
@@ -213,14 +209,9 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
     @overrides
     def init_kv_buffer(self) -> list[torch.Tensor]:
         """Memory of the tier: a list of one buffer for all components, where SGLang has one per component."""
-        fmt = self.page_format
-        self._buffer = self.allocator.allocate(
-            (self.size, fmt.size_bytes), dtype=torch.uint8, device=self.device
-        )
-        # Stores write the padding too, so it must not keep earlier contents of the memory.
-        self._buffer[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
-        self._chunks = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._chunks is not None
+        shape = (self.size, self.page_format.size_bytes)
+        self._buffer = self.allocator.allocate(shape, dtype=torch.uint8, device=self.device)
+        self._take(self._buffer)
         self._pages = self._buffer  # [slots, size_bytes] uint8
         # SGLang's stores count the buffers of the components, so there is a byte view for each component.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
@@ -240,14 +231,9 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
     def _make_channels(self, options: HostTierOptions, io_backend: str) -> None:
         group = self._view.group
         host = packed_view(self._pages, group)
-        plans = [
-            (
-                TransferPlan(self._view.caches, host, group.name),
-                TransferPlan(host, self._view.caches, group.name),
-            )
-        ]
+        states, name = self._view.caches, group.name
         self._channels = channels_of(
-            plans,
+            [(TransferPlan(states, host, name), TransferPlan(host, states, name))],
             self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
             EngineRequest(options.engine, io_backend, self._chunks, gpu_calls),
@@ -328,7 +314,7 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
         return (begins[:, None] + offsets).ravel().tolist(), np.tile(sizes, len(begins)).tolist()
 
     @overrides
-    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+    def is_stride_page_aligned(self, page_size_bytes: int = DIRECT_IO_BYTES) -> bool:
         """Whether all addresses and sizes of `get_page_buffer_meta` are multiples of `page_size_bytes`."""
         # Sizes are differences of these numbers.
         offsets = [offset for offset, _ in self._view.components]

@@ -10,7 +10,9 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.page_format import (
+    CHECKSUM_BYTES,
     DamagedPage,
     HostPageFormat,
     damage,
@@ -60,6 +62,17 @@ class StorageMixin(HostKVCache):
     def stored_dtype(self) -> torch.dtype:
         """Dtype of pages for stores that copy: SGLang's dtype for this kind of pool."""
         return self.dtype
+
+    def _take(self, buffer: torch.Tensor) -> None:
+        """Clear the padding of new pages, `[pages, size_bytes / itemsize]`, and pin them if wanted.
+
+        Stores write the padding too, so it must not keep earlier contents of the memory.
+        """
+        fmt = self.page_format
+        if fmt.has_checksum:
+            buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
+        self._chunks = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._chunks is not None
 
     def _page_view(self, page: int) -> torch.Tensor:
         """View of a page that zero-copy stores read and write."""

@@ -30,22 +30,12 @@ _NEAR = 4096
 
 @dataclass(frozen=True)
 class _Requests:
-    """Requests with random keys at random slots.
+    """Requests with random keys at random slots."""
 
-    Attributes
-    ----------
-    lengths : list of int
-        Sequence length of each request.
-    slots : Tensor [tokens], int64
-        Slots of one request after the other, on the pool's device.
-    keys : Tensor [tokens, R + P], bf16
-    q : Tensor [requests, heads, R + P], bf16
-    """
-
-    lengths: list[int]
-    slots: torch.Tensor
-    keys: torch.Tensor
-    q: torch.Tensor
+    lengths: list[int]  # of sequences
+    slots: torch.Tensor  # [tokens] int64, one request after the other, on the pool's device
+    keys: torch.Tensor  # [tokens, R + P] bf16
+    q: torch.Tensor  # [requests, heads, R + P] bf16
 
     @classmethod
     def at_random(cls, pool: Any, heads: int, most_requests: int, most_rows: int) -> _Requests:
@@ -130,18 +120,10 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
 
 
 def batch_of(mode: str, lengths: list[int], requests: torch.Tensor, slots: torch.Tensor) -> ForwardBatch:
-    """A batch as SGLang's backends get it.
+    """A batch as SGLang's backends get it, in the ForwardMode with this name.
 
-    Parameters
-    ----------
-    mode : str
-        Name of a ForwardMode.
-    lengths : list of int
-        Sequence length of each request.
-    requests : Tensor [requests], int64
-        Rows of SGLang's request table.
-    slots : Tensor [tokens], int64
-        Slots of the new tokens.
+    `lengths` are the requests' sequence lengths, `requests` their rows in SGLang's request table, and `slots`
+    those of the new tokens; both int64.
     """
     seq_lens = torch.tensor(lengths)
     return ForwardBatch(

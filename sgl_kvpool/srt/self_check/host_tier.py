@@ -24,14 +24,9 @@ def check_tier(controller: Any, all_ranks: Callable[[bool], bool]) -> str:
     """Back up pages of all layers, compare the host's rows, load them into other pages of the device.
 
     Host and device slots come from SGLang's allocators and are freed again; all pages are restored. Ranks
-    that share a tier compare one another's pages.
-
-    Parameters
-    ----------
-    controller : HybridCacheController
-        Controller of a `HierarchicalMLAHostPool`, without a transfer in progress.
-    all_ranks : callable
-        Returns whether a condition holds on all ranks of the scheduler. Every rank makes the same calls.
+    that share a tier compare one another's pages. `controller` is SGLang's of a `HierarchicalMLAHostPool`,
+    without a transfer in progress. `all_ranks` returns whether a condition holds on all ranks of the
+    scheduler; every rank makes the same calls.
 
     Difference, if this rank or another one has found one.
     """

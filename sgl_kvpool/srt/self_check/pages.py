@@ -77,12 +77,8 @@ def require_same_bytes(
 ) -> None:
     """Raise a Difference that names the first byte that differs.
 
-    Parameters
-    ----------
-    found, expected : Tensor [..., bytes], uint8
-        Rows on the CPU; another shape is a difference too.
-    place : callable
-        Takes the index of a row in `found`, one number per axis but the last; names the row.
+    `found` and `expected` are rows `[..., bytes]` uint8 on the CPU; another shape is a difference too.
+    `place` names a row by its index, one number per axis but the last.
     """
     if found.shape != expected.shape:
         raise Difference(f"{feature}: {tuple(found.shape)} bytes were read, expected {tuple(expected.shape)}")

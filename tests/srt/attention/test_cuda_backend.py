@@ -316,12 +316,6 @@ class TestDraftSteps:
             now.prefixes = [n + i for n in stored]
             close(found, now.wanted(fresh_as_computed=False))
 
-    def test_trees_are_refused(self, monkeypatch):
-        from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
-
-        with pytest.raises(ValueError, match="--speculative-eagle-topk 4.*use --speculative-eagle-topk 1"):
-            KVPoolMultiStepDraftBackend(None, 4, 3)
-
 
 def test_row_numbers_are_those_of_the_slots_in_a_step(monkeypatch):
     """In breakable prefill graphs, every layer sees a different view of the same slots."""
