@@ -40,34 +40,24 @@ MAX_LATENT_RANK = 512
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tile and resources of a program.
+    """Tile and resources of a program."""
 
-    Attributes
-    ----------
-    query_heads : int
-        Query heads of a program; n queries of h heads are n * h query heads.
-    block_rows : int
-        Rows read at a time: 64 for each warp group. A matrix instruction takes 64 rows: if two groups shared
-        64 rows, each would read all of them for the scores. `gluon_wide` has query heads on that side.
-    warps, stages : int
-        Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged. `gluon_wide` adds
-        two warp groups to the one that is counted here.
-    programs_per_sm : int
-        Number of programs that fit an SM, by shared memory and registers.
-    kernel : str
-        "triton" (`triton_decode`), "gluon" (`gluon_decode`) or "gluon_wide" (`gluon_wide`).
-    register_parts : int
-        For `gluon_decode`: parts of a row that take no shared memory, because they are loaded into registers
-        when their block begins and are decoded last. 1 is the rope; each further part is 64 bytes of the
-        latent.
-    """
-
+    #: Query heads of a program; n queries of h heads are n * h query heads.
     query_heads: int
+    #: Rows read at a time: 64 for each warp group. A matrix instruction takes 64 rows: if two groups shared
+    #: 64 rows, each would read all of them for the scores. `gluon_wide` has query heads on that side.
     block_rows: int
+    #: Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged. `gluon_wide` adds
+    #: two warp groups to the one that is counted here.
     warps: int
     stages: int
+    #: Number of programs that fit an SM, by shared memory and registers.
     programs_per_sm: int
+    #: "triton" (`triton_decode`), "gluon" (`gluon_decode`) or "gluon_wide" (`gluon_wide`).
     kernel: str = "triton"
+    #: For `gluon_decode`: parts of a row that take no shared memory, because they are loaded into registers
+    #: when their block begins and are decoded last. 1 is the rope; each further part is 64 bytes of the
+    #: latent.
     register_parts: int = 0
 
     @property

@@ -21,18 +21,12 @@ _CONFIGURATION = ("*config.json", "*.py")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that is an argument of a command.
-
-    Attributes
-    ----------
-    config : str or None
-        Text of its config.json; None for a name on Hugging Face, for which `sglang_path` fetches it.
-    weights_gib : float or None
-        Size of all its safetensors files, in units of 2^30 bytes; None without such files.
-    """
+    """A model that is an argument of a command."""
 
     named: str
+    #: Text of its config.json; None for a name on Hugging Face, for which `sglang_path` fetches it.
     config: str | None
+    #: Size of all its safetensors files, in units of 2^30 bytes; None without such files.
     weights_gib: float | None
 
     @property

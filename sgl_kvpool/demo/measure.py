@@ -28,19 +28,13 @@ Best = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Scores:
-    """Predictions for W windows of T tokens; the first token of a window is not predicted.
+    """Predictions for W windows of T tokens; the first token of a window is not predicted."""
 
-    Attributes
-    ----------
-    log_probabilities : list of W lists of T - 1 floats
-        Natural logarithm of the probability given to the token that follows.
-    best : list of W lists of T - 1 lists of [int, float]
-        The `BEST` most probable tokens with their log-probabilities, the most probable one first; empty where
-        they were not asked for.
-    """
-
+    #: Natural logarithm of the probability given to the token that follows.
     log_probabilities: list[list[float]]
     top_tokens: list[list[int]]
+    #: The `BEST` most probable tokens with their log-probabilities, the most probable one first; empty where
+    #: they were not asked for.
     best: list[list[Best]] = field(default_factory=list)
 
     @property
@@ -72,22 +66,15 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between scores and reference scores on the same text.
+    """Difference between scores and reference scores on the same text."""
 
-    Attributes
-    ----------
-    perplexity_change : float
-        Perplexity divided by the reference's, minus 1.
-    standard_error : float
-        Standard error of `perplexity_change`, from the windows' paired differences; NaN for a single window.
-    divergence, divergence_error : float or None
-        Mean of `divergence` over all positions in nats, and its standard error over windows; None without
-        the most probable tokens of both.
-    """
-
+    #: Perplexity divided by the reference's, minus 1.
     perplexity_change: float
+    #: Standard error of `perplexity_change`, from the windows' paired differences; NaN for a single window.
     standard_error: float
     same_top_token: float
+    #: Mean of `divergence` over all positions in nats, and its standard error over windows; None without the
+    #: most probable tokens of both.
     divergence: float | None = None
     divergence_error: float | None = None
 

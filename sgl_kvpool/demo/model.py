@@ -69,28 +69,20 @@ def held_out_windows() -> list[Window]:
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A checkpoint that SGLang serves as an MLA model, with its windows and prompts.
-
-    Attributes
-    ----------
-    token : str
-        Name of a token of the model: byte or token.
-    bf16_tokens : int
-        Tokens of the bf16 pool; other layouts get as many as fit into the same bytes.
-    windows : list of list of int
-        Token ids of the windows, all of one length. Any first n windows are a sample of all.
-    evicted : list of int
-        Token ids of a prompt that no window begins with.
-    """
+    """A checkpoint that SGLang serves as an MLA model, with its windows and prompts."""
 
     name: str
     path: Path
     title: str
     text: str
+    #: Name of a token of the model: byte or token.
     token: str
+    #: Tokens of the bf16 pool; other layouts get as many as fit into the same bytes.
     bf16_tokens: int
+    #: Token ids of the windows, all of one length. Any first n windows are a sample of all.
     windows: list[list[int]]
     fewest_windows: int
+    #: Token ids of a prompt that no window begins with.
     evicted: list[int]
     prompts: list[str]
     question: str | None

@@ -25,36 +25,26 @@ lose bits. docs/accuracy.md has what others measured on DeepSeek and GLM models.
 
 @dataclass(frozen=True)
 class Result:
-    """Results of one layout's server.
-
-    Attributes
-    ----------
-    pool_bytes : int or None
-        Bytes for rows, if they are the same for all servers.
-    tokens : int
-        Tokens of the pool, as the server reports.
-    perplexity : float
-        Perplexity per token over the windows.
-    difference : Difference or None
-        Difference to BF16; None for BF16 itself and if BF16 was not served.
-    host_hit : HostHit or None
-        Hit of a prompt that was evicted from the pool; None on a machine without enough memory.
-    hidden : list of bool or None
-        Whether a number was found that was hidden at each depth of a long text.
-    """
+    """Results of one layout's server."""
 
     layout: str
     row_bytes: int
+    #: Bytes for rows, if they are the same for all servers.
     pool_bytes: int | None
+    #: Tokens of the pool, as the server reports.
     tokens: int
     attention_backend: str
     start_seconds: float
     scoring_seconds: float
+    #: Perplexity per token over the windows.
     perplexity: float
+    #: Difference to BF16; None for BF16 itself and if BF16 was not served.
     difference: Difference | None = None
     greedy: list[Greedy] = field(default_factory=list)
+    #: Hit of a prompt that was evicted from the pool; None on a machine without enough memory.
     host_hit: HostHit | None = None
     answer: str | None = None
+    #: Whether a number was found that was hidden at each depth of a long text.
     hidden: list[bool] | None = None
 
 

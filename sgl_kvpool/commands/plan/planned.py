@@ -26,29 +26,20 @@ _OF_ALL_SERVERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Bytes per token and slot in a host tier.
+    """Bytes per token and slot in a host tier."""
 
-    Attributes
-    ----------
-    token_bytes : int
-        Rows of a token in all layers, including packed drafts, in the host's layout, with their share of the
-        page's padding and checksum.
-    index_bytes : int
-        Index keys of a token in all layers with index keys, which share the page numbers of the rows.
-    slot_bytes : int
-        Host bytes of a state slot in all linear layers; 0 for models without linear layers.
-    draft_bytes : int
-        Bytes of a token in a draft's own host pool, which has as many tokens; not part of --hicache-size.
-    sharing_ranks : int
-        Ranks of a node that share one copy of a page; --hicache-size is the part of one rank.
-    """
-
+    #: Rows of a token in all layers, including packed drafts, in the host's layout, with their share of the
+    #: page's padding and checksum.
     token_bytes: int
+    #: Index keys of a token in all layers with index keys, which share the page numbers of the rows.
     index_bytes: int
     device_tokens: int
+    #: Host bytes of a state slot in all linear layers; 0 for models without linear layers.
     slot_bytes: int = 0
     device_slots: int = 0
+    #: Bytes of a token in a draft's own host pool, which has as many tokens; not part of --hicache-size.
     draft_bytes: int = 0
+    #: Ranks of a node that share one copy of a page; --hicache-size is the part of one rank.
     sharing_ranks: int = 1
 
     @property
@@ -126,47 +117,35 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """Plan of one layout. Tokens, requests and slots are sums over all caches of the server.
+    """Plan of one layout. Tokens, requests and slots are sums over all caches of the server."""
 
-    Attributes
-    ----------
-    layout, host_layout : str or None
-        Layouts; None on the device: SGLang without sgl-kvpool; None on the host: the device's layout.
-    tokens, requests, max_running_requests, state_slots : int
-        Sizes on the device. `requests`: concurrent requests of the plan's length, up to SGLang's maximum.
-    token_bytes : int
-        Bytes of a token in all layers, including index keys and drafts.
-    draft_pool_bytes : int
-        Part of `token_bytes` that is in a draft's own pool; 0 for SGLang as it is, which does not count it.
-    host_tokens, host_slots, host_requests : int
-        Sizes on the host. Requests take whole pages, in hybrid models also one slot each.
-    hicache_size_gb : int
-        --hicache-size per rank, in units of 1e9 bytes; 0 without a host tier.
-    host_index_bytes : int
-        Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
-    workspace_bytes : int
-        Memory of a rank that is reserved before the pool is sized: workspaces, page buffers of a host tier.
-    """
-
+    #: Layouts; None on the device: SGLang without sgl-kvpool; None on the host: the device's layout.
     layout: str | None
     host_layout: str | None
     command: str
     refused: str | None = None
+    #: Sizes on the device. `requests`: concurrent requests of the plan's length, up to SGLang's maximum.
     tokens: int = 0
     requests: int = 0
     max_running_requests: int = 0
     state_slots: int = 0
     page_size: int = 0
+    #: Bytes of a token in all layers, including index keys and drafts.
     token_bytes: int = 0
+    #: Part of `token_bytes` that is in a draft's own pool; 0 for SGLang as it is, which does not count it.
     draft_pool_bytes: int = 0
     limit: str = ""
     attention: dict[str, str] | None = None
+    #: Sizes on the host. Requests take whole pages, in hybrid models also one slot each.
     host_tokens: int = 0
     host_slots: int = 0
     host_requests: int = 0
+    #: --hicache-size per rank, in units of 1e9 bytes; 0 without a host tier.
     hicache_size_gb: int = 0
     host_sharing_ranks: int = 1
+    #: Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
     host_index_bytes: int = 0
+    #: Memory of a rank that is reserved before the pool is sized: workspaces, page buffers of a host tier.
     workspace_bytes: int = 0
 
     @property
@@ -179,20 +158,7 @@ class PlannedServer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The request, and the plan of every server.
-
-    Attributes
-    ----------
-    attention_copies : int
-        With DP attention, copies of the attention weights over all ranks; else 1.
-    row_copies : int
-        Ranks with a full copy of the rows of one cache.
-    stages : int
-        Stages of a pipeline. Bytes of tokens and states are those of the stage with the most rows.
-    draft_weights_gib : float or None
-        Weights of a separate draft model, not part of the machine's `weights_gib`; 0 if unknown, None without
-        such a model or if they are part of `weights_gib`.
-    """
+    """The request, and the plan of every server."""
 
     schema: int
     model_path: str
@@ -203,10 +169,15 @@ class Plan:
     host_gb: float | None
     context_tokens: int
     mem_fraction_static: float
+    #: With DP attention, copies of the attention weights over all ranks; else 1.
     attention_copies: int
+    #: Ranks with a full copy of the rows of one cache.
     row_copies: int
     ranks_per_node: int
+    #: Stages of a pipeline. Bytes of tokens and states are those of the stage with the most rows.
     stages: int
+    #: Weights of a separate draft model, not part of the machine's `weights_gib`; 0 if unknown, None without
+    #: such a model or if they are part of `weights_gib`.
     draft_weights_gib: float | None
     servers: list[PlannedServer]
 

@@ -25,22 +25,15 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory of the machine before a server loads weights.
-
-    Attributes
-    ----------
-    taken_gib : float
-        Memory of each GPU in use before weights are loaded: CUDA's context, NCCL's buffers.
-    weights_gib : float
-        Weights of the whole model, divided equally among the ranks of tensor parallelism.
-    drafts_included : bool
-        Whether `weights_gib` includes a separate draft; else its weights are added if its path is a folder.
-    """
+    """Memory of the machine before a server loads weights."""
 
     gpu_gib: float
     gpu_count: int
+    #: Memory of each GPU in use before weights are loaded: CUDA's context, NCCL's buffers.
     taken_gib: float
+    #: Weights of the whole model, divided equally among the ranks of tensor parallelism.
     weights_gib: float
+    #: Whether `weights_gib` includes a separate draft; else its weights are added if its path is a folder.
     drafts_included: bool = False
 
 

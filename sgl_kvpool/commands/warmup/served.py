@@ -12,36 +12,27 @@ _EXTRA_SLOTS = 4
 
 @dataclass(frozen=True)
 class Served:
-    """A model's shape, with SGLang's names, and a server's arguments.
-
-    Attributes
-    ----------
-    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim : int
-        Sizes of the latent, of the rotary part, of the rest of a key, and of a value in the MHA form.
-    num_attention_heads : int
-        Query heads of the model, over all ranks.
-    layers : int
-        Layers with rows: in a hybrid model, those without linear attention.
-    top_k : int or None
-        Rows per query of sparse attention (DSA); None for dense models.
-    draft_tokens : int
-        Tokens verified per request and step; 0 without speculative decoding.
-    """
+    """A model's shape, with SGLang's names, and a server's arguments."""
 
     name: str
+    #: Sizes of the latent, of the rotary part, of the rest of a key, and of a value in the MHA form.
     kv_lora_rank: int
     qk_rope_head_dim: int
     qk_nope_head_dim: int
     v_head_dim: int
+    #: Query heads of the model, over all ranks.
     num_attention_heads: int
     context_len: int
     scaling: float
+    #: Layers with rows: in a hybrid model, those without linear attention.
     layers: int
+    #: Rows per query of sparse attention (DSA); None for dense models.
     top_k: int | None = None
     layouts: tuple[MLAKVCacheLayout, ...] = tuple(MLAKVCacheLayout)
     arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
     page_size_tokens: int = 64
     tensor_parallel: int = 1
+    #: Tokens verified per request and step; 0 without speculative decoding.
     draft_tokens: int = 0
 
     def __post_init__(self) -> None:

@@ -31,59 +31,41 @@ WORKSPACE_TOKENS = 65536
 
 @dataclass(frozen=True)
 class PrefixChunk:
-    """Consecutive stored rows of a batch that fit into the workspace.
+    """Consecutive stored rows of a batch that fit into the workspace."""
 
-    Attributes
-    ----------
-    start, count : int
-        Position of the chunk's rows in the list of stored rows.
-    first_request, last_request : int
-        Requests with rows in the chunk, or all requests in the last chunk; `last_request` is exclusive.
-    first_query, last_query : int
-        Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
-    continued_until : int
-        End of the first request's queries if that request has rows in earlier chunks, else `first_query`. No
-        other request of the chunk can have rows in earlier chunks, except in the last chunk, which covers all
-        requests and is merged as a whole.
-    kv_indptr : torch.Tensor
-        `[last_request - first_request + 1]` int32: bounds of each request's rows within the chunk.
-    """
-
+    #: Position of the chunk's rows in the list of stored rows.
     start: int
     count: int
+    #: Requests with rows in the chunk, or all requests in the last chunk; `last_request` is exclusive.
     first_request: int
     last_request: int
+    #: Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
     first_query: int
     last_query: int
+    #: End of the first request's queries if that request has rows in earlier chunks, else `first_query`. No
+    #: other request of the chunk can have rows in earlier chunks, except in the last chunk, which covers all
+    #: requests and is merged as a whole.
     continued_until: int
+    #: `[last_request - first_request + 1]` int32: bounds of each request's rows within the chunk.
     kv_indptr: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ExtendBatch:
-    """Plan of a batch, the same for every layer.
+    """Plan of a batch, the same for every layer."""
 
-    Attributes
-    ----------
-    prefix_tokens, query_tokens, longest_query : int
-        Number of stored rows and of queries of all requests, and of queries of the longest request.
-    kv_indices : torch.Tensor
-        `[prefix_tokens]` row numbers of the stored rows, one request after the other.
-    qo_indptr : torch.Tensor
-        `[requests + 1]` int32: bounds of the requests' queries.
-    prefix_chunks : tuple of PrefixChunk
-        Chunks of the stored rows. The last one is attended together with the new tokens and therefore covers
-        all requests.
-    one_call : bool
-        Whether FlashInfer attends stored rows and new tokens in one call; there is only one chunk then.
-    """
-
+    #: Number of stored rows and of queries of all requests, and of queries of the longest request.
     prefix_tokens: int
     query_tokens: int
     longest_query: int
+    #: `[prefix_tokens]` row numbers of the stored rows, one request after the other.
     kv_indices: torch.Tensor
+    #: `[requests + 1]` int32: bounds of the requests' queries.
     qo_indptr: torch.Tensor
+    #: Chunks of the stored rows. The last one is attended together with the new tokens and therefore covers
+    #: all requests.
     prefix_chunks: tuple[PrefixChunk, ...]
+    #: Whether FlashInfer attends stored rows and new tokens in one call; there is only one chunk then.
     one_call: bool
 
 

@@ -12,26 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TierBytes:
-    """Bytes in the host tier for everything that the device pools hold, by kind.
+    """Bytes in the host tier for everything that the device pools hold, by kind."""
 
-    Attributes
-    ----------
-    rows : int
-        Rows in the host's layout, including packed drafts, padding and checksums.
-    index_keys : int
-        Index keys of models with sparse attention, which are kept under the rows' page indices.
-    states : int
-    own_drafts : int
-        Drafts with a tier of their own, also under the rows' page indices; not part of --hicache-size.
-    host_tokens_per_token : float
-        Tokens of the host tier per token of the pool at a ratio of 1: more than 1 if the host's rows are
-        narrower, because --hicache-ratio counts bytes.
-    """
-
+    #: Rows in the host's layout, including packed drafts, padding and checksums.
     rows: int
+    #: Index keys of models with sparse attention, which are kept under the rows' page indices.
     index_keys: int
     states: int
+    #: Drafts with a tier of their own, also under the rows' page indices; not part of --hicache-size.
     own_drafts: int = 0
+    #: Tokens of the host tier per token of the pool at a ratio of 1: more than 1 if the host's rows are
+    #: narrower, because --hicache-ratio counts bytes.
     host_tokens_per_token: float = 1.0
 
     @classmethod
