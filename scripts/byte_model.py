@@ -1,4 +1,4 @@
-"""Checkpoints of the byte model: folders that SGLang and transformers open like any checkpoint.
+"""The byte model over whole sequences, and its checkpoints, which open like any other.
 
 ============================  =====================================================
 ``config.json``               the shape, and the fields of an MLA model for SGLang
@@ -15,12 +15,68 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
 
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, LatentAttention, rotation
 from sgl_kvpool.demo.smollm2 import dense_mla, write_json, write_tokenizer_files
 
 #: The text of token 256, which the tokenizer never adds by default.
 SPECIAL_TOKEN = "<|endoftext|>"
+
+
+def expanded(attention: LatentAttention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal attention over ``[B, T]`` with keys and values of each head."""
+    c = attention.config
+    q_nope, q_rope, latent, k_rope = attention.project(x, cos, sin)
+    up = attention.kv_b_proj(latent).unflatten(-1, (c.heads, -1))
+    k_nope, v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    k = torch.cat([k_nope, k_rope[..., None, :].expand_as(q_rope)], dim=-1)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=c.scale
+    )
+    return attention.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class CausalRows:
+    """The `attend` without a cache: causal attention over ``[B, T]`` rows."""
+
+    def __init__(self, config: ByteMLAConfig) -> None:
+        self.config = config
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
+        rows = k[:, None].expand(-1, self.config.heads, -1, -1)
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            rows,
+            rows[..., : self.config.kv_lora_rank],
+            is_causal=True,
+            scale=self.config.scale,
+        )
+        return out.transpose(1, 2)
+
+
+class WholeSequences(ByteMLA):
+    """The model of training: ``net(ids [B, T])`` gives logits ``[B, T, vocab_size]`` of the next token.
+
+    The same parameters run in the absorbed form, or expanded: keys and values of each head are computed from
+    the latent, which is cheaper for whole sequences. Both are equal up to rounding.
+    """
+
+    def forward(self, ids: Tensor, absorbed: bool = False) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if absorbed:
+            return self.lm_head(self.hidden_states(ids, positions, CausalRows(self.config)))
+        cos, sin = rotation(positions, self.config)
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = x + expanded(layer.self_attn, layer.input_layernorm(x), cos, sin)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.lm_head(self.norm(x))
+
+
+# -------------------------------------------------------------------- checkpoints
 
 
 def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
@@ -70,7 +126,7 @@ def write_tokenizer(folder: str | Path) -> None:
     )
 
 
-def write_model(folder: str | Path, net: ByteMLA) -> Path:
+def write_model(folder: str | Path, net: WholeSequences) -> Path:
     """Write a whole checkpoint, weights as bfloat16, and return its folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,15 +140,17 @@ def write_model(folder: str | Path, net: ByteMLA) -> Path:
     return folder
 
 
-def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ByteMLA:
+def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> WholeSequences:
     """The model of a checkpoint, its weights converted to `dtype`, in evaluation mode."""
-    net = ByteMLA(read_config(folder))
+    net = WholeSequences(read_config(folder))
     net.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=True)
     return net.to(dtype).eval()
 
 
 @torch.no_grad()
-def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1) -> ByteMLA:
+def initialise(
+    net: WholeSequences, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1
+) -> WholeSequences:
     """Fill the parameters from `seed` and return `net`. The defaults suit training."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in net.named_parameters():

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scripts.byte_model import initialise, read_model, write_model
+from scripts.byte_model import CausalRows, WholeSequences, initialise, read_model, write_model
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import decode_rows, encode_rows
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, CausalRows
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLAConfig
 
 #: Held-out modules, chosen by hand for variety before any training.
 HELD_OUT = (
@@ -115,7 +115,9 @@ def rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out_perplexity(net: ByteMLA, texts: list[str], layout: MLAKVCacheLayout | None = None) -> float:
+def held_out_perplexity(
+    net: WholeSequences, texts: list[str], layout: MLAKVCacheLayout | None = None
+) -> float:
     """Perplexity per byte over the windows, without the first byte of each window.
 
     With a layout, attention runs over rows encoded and decoded by its codec, as in a server.
@@ -130,7 +132,7 @@ def held_out_perplexity(net: ByteMLA, texts: list[str], layout: MLAKVCacheLayout
     return math.exp(torch.cat(losses).mean().item())
 
 
-def through_rows(net: ByteMLA, ids: Tensor, layout: MLAKVCacheLayout) -> Tensor:
+def through_rows(net: WholeSequences, ids: Tensor, layout: MLAKVCacheLayout) -> Tensor:
     """Logits of the absorbed form over encoded and decoded rows."""
     shape = net.config
     fmt = layout.row_format(shape.kv_lora_rank, shape.qk_rope_head_dim)
@@ -145,7 +147,7 @@ def through_rows(net: ByteMLA, ids: Tensor, layout: MLAKVCacheLayout) -> Tensor:
     return net.lm_head(net.hidden_states(ids, positions, attend))
 
 
-def optimisers(net: ByteMLA) -> list[torch.optim.Optimizer]:
+def optimisers(net: WholeSequences) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, Adam for embeddings, output and norms."""
     matrices = [p for p in net.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -156,9 +158,9 @@ def optimisers(net: ByteMLA) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(steps: int, stream: Tensor, texts: list[str]) -> tuple[ByteMLA, list[dict]]:
+def train(steps: int, stream: Tensor, texts: list[str]) -> tuple[WholeSequences, list[dict]]:
     """The trained model, and its history."""
-    net = initialise(ByteMLA(ByteMLAConfig()), SEED)
+    net = initialise(WholeSequences(ByteMLAConfig()), SEED)
     steppers = optimisers(net)
     history: list[dict] = []
     began, running = time.monotonic(), 0.0

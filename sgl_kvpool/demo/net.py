@@ -4,13 +4,9 @@ A decoder of pre-norm layers, each a multi-head latent attention and a gated MLP
 plus one special token. An attention layer stores one row per token: ``kv_lora_rank``
 normalised latent values followed by ``qk_rope_head_dim`` rotary values, as DeepSeek-V2 does.
 
-The same parameters run in two forms, which are equal up to rounding:
-
-* *expanded*: keys and values of each head are computed from the latent. This form is cheaper for whole
-  sequences, so training uses it.
-* *absorbed*: the up-projections are folded into the query and the output, and attention runs on the
-  stored rows themselves, as in a server. The attention itself is a callable, so that
-  SGLang's pool and backend can replace it (``models/byte_mla.py``).
+It runs in the absorbed form: the up-projections are folded into the query and the output, and attention runs
+on the stored rows themselves, as in a server. The attention itself is a callable, which SGLang's pool and
+backend replace (``models/byte_mla.py``).
 """
 
 from __future__ import annotations
@@ -148,19 +144,6 @@ class LatentAttention(nn.Module):
         out = torch.einsum("...hr,hvr->...hv", attend(layer, q, k), value_up)
         return self.o_proj(out.flatten(-2))
 
-    def expanded(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Causal attention over ``[B, T]`` with keys and values of each head."""
-        c = self.config
-        q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
-        up = self.kv_b_proj(latent).unflatten(-1, (c.heads, -1))
-        k_nope, v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        q = torch.cat([q_nope, q_rope], dim=-1)
-        k = torch.cat([k_nope, k_rope[..., None, :].expand_as(q_rope)], dim=-1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=c.scale
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
-
 
 class GatedMLP(nn.Module):
     def __init__(self, config: ByteMLAConfig) -> None:
@@ -182,26 +165,8 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(config)
 
 
-class CausalRows:
-    """The `attend` without a cache: causal attention over ``[B, T]`` rows."""
-
-    def __init__(self, config: ByteMLAConfig) -> None:
-        self.config = config
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
-        rows = k[:, None].expand(-1, self.config.heads, -1, -1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            rows,
-            rows[..., : self.config.kv_lora_rank],
-            is_causal=True,
-            scale=self.config.scale,
-        )
-        return out.transpose(1, 2)
-
-
 class ByteMLA(nn.Module):
-    """The model. ``net(ids [B, T])`` gives logits ``[B, T, vocab_size]`` of the next token."""
+    """The model in its absorbed form; `lm_head` makes logits of `hidden_states`."""
 
     def __init__(self, config: ByteMLAConfig) -> None:
         super().__init__()
@@ -211,24 +176,14 @@ class ByteMLA(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def hidden_states(self, ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
+    def hidden_states(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normalised, ``[..., hidden_size]``.
 
-        `ids` and `positions` are integers of one shape, any that `attend` supports; without `attend`, the
-        form is the expanded one, which needs ``[B, T]``.
+        `ids` and `positions` are integers of one shape, any that `attend` supports.
         """
         cos, sin = rotation(positions, self.config)
         x = self.embed_tokens(ids)
         for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(x)
-            if attend is None:
-                x = x + layer.self_attn.expanded(normed, cos, sin)
-            else:
-                x = x + layer.self_attn.absorbed(normed, cos, sin, index, attend)
+            x = x + layer.self_attn.absorbed(layer.input_layernorm(x), cos, sin, index, attend)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
-
-    def forward(self, ids: Tensor, absorbed: bool = False) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        attend = CausalRows(self.config) if absorbed else None
-        return self.lm_head(self.hidden_states(ids, positions, attend))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from scripts.byte_model import initialise, write_model
-from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
+from scripts.byte_model import WholeSequences, initialise, write_model
+from sgl_kvpool.demo.net import ByteMLAConfig
 
 
 def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **shape: Any) -> Path:
@@ -29,7 +29,7 @@ def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **sha
     **shape
         Further fields of :class:`~sgl_kvpool.demo.net.ByteMLAConfig`.
     """
-    net = ByteMLA(ByteMLAConfig(layers=layers, **shape))
+    net = WholeSequences(ByteMLAConfig(layers=layers, **shape))
     initialise(net, seed, score_gain=2.0, logit_gain=2.0)
     with torch.no_grad():
         # Lower a byte's logit by about 5 after itself: otherwise one byte could follow itself for ever.

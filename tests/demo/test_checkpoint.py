@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from scripts.byte_model import (
     SPECIAL_TOKEN,
+    WholeSequences,
     byte_alphabet,
     initialise,
     read_config,
@@ -22,7 +23,7 @@ from scripts.byte_model import (
     write_model,
     write_tokenizer,
 )
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLAConfig
 
 SMALL = {
     "hidden_size": 32,
@@ -127,7 +128,7 @@ def test_the_seed_decides_the_bytes(tmp_path, model_folder):
 
 
 def test_write_model_keeps_the_weights(tmp_path):
-    net = initialise(ByteMLA(ByteMLAConfig(layers=1, **SMALL)), seed=3).to(torch.bfloat16)
+    net = initialise(WholeSequences(ByteMLAConfig(layers=1, **SMALL)), seed=3).to(torch.bfloat16)
     again = read_model(write_model(tmp_path, net), torch.bfloat16)
     assert again.config == net.config
     for name, tensor in net.state_dict().items():

@@ -31,11 +31,11 @@ KNOWN = [TEXT[end : end + NEW_TOKENS] for _, end in CUTS]
 
 def write(folder, steps=180):
     """Train for some seconds and write the checkpoint; returns the folder."""
-    from scripts.byte_model import initialise, write_model
-    from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
+    from scripts.byte_model import WholeSequences, initialise, write_model
+    from sgl_kvpool.demo.net import ByteMLAConfig
 
     ids = torch.tensor(list(TEXT.encode()))
-    net = ByteMLA(ByteMLAConfig())
+    net = WholeSequences(ByteMLAConfig())
     initialise(net, 3)
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(0)
