@@ -12,17 +12,12 @@ from sgl_kvpool.refusal import whole_number
 class PageRuns:
     """Runs of equal size inside a page, run i at `offset_bytes + i * run_stride_bytes`.
 
-    Attributes
-    ----------
-    tensor_index : int
-        Index into `CanonicalKVCaches.tensors`.
-    offset_bytes, run_bytes, run_count, run_stride_bytes : int
-        Place of the runs; the stride of a single run is its size.
-
     ValueError if a number is not a size, or the runs are empty or overlap.
     """
 
+    #: Index into `CanonicalKVCaches.tensors`.
     tensor_index: int
+    #: Place of the runs; the stride of a single run is its size.
     offset_bytes: int
     run_bytes: int
     run_count: int = 1

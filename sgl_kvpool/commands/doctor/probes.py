@@ -315,13 +315,6 @@ def _free_in(folder: Path, limit: str, use: str) -> int | None:
     return None if allowed >= 2**62 else max(0, allowed - taken + droppable)
 
 
-def self_check() -> Finding:
-    """Whether rows of every layout are stored, attended and moved correctly. Imports SGLang and torch."""
-    from sgl_kvpool.commands.doctor import self_check as checks
-
-    return Finding(*checks.self_check())
-
-
 def in_child(name: str) -> Finding:
     """Run the probe of this name in a process of its own; RuntimeError if the process prints no finding."""
     done = subprocess.run(
@@ -345,5 +338,10 @@ def in_child(name: str) -> Finding:
 def answer(name: str) -> None:
     """In the child: print the finding of the probe of this name as the last line of stdout."""
     answers = Answers()
-    finding = {"hook points": hook_points, "gpu": gpu, "host": host, "self-check": self_check}[name]()
+    if name == "self-check":
+        from sgl_kvpool.commands.doctor.self_check import self_check
+
+        finding = Finding(*self_check())
+    else:
+        finding = {"hook points": hook_points, "gpu": gpu, "host": host}[name]()
     answers.send(asdict(finding))

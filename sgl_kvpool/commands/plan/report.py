@@ -200,10 +200,6 @@ def check_plot(path: Path) -> None:
         path.unlink()
 
 
-def _requests(count: int) -> str:
-    return f"{count} request" if count == 1 else f"{count} requests"
-
-
 def draw(plan: Plan, path: Path) -> None:
     """Draw tokens per layout, on device and host, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -224,7 +220,8 @@ def draw(plan: Plan, path: Path) -> None:
         height=height,
         label="device",
     )
-    axes.bar_label(bars, [_requests(server.requests) for server in servers], padding=3, fontsize=8)
+    counts = [f"{server.requests} request{'' if server.requests == 1 else 's'}" for server in servers]
+    axes.bar_label(bars, counts, padding=3, fontsize=8)
     if has_host:
         axes.barh(
             [place + height / 2 for place in places],

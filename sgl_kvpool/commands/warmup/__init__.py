@@ -38,14 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     helps = {
         options.LAYOUT: "only this layout (all)",
         options.ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
-        options.HOST_LAYOUT: "no effect: engines include all layouts; accepted because servers have it",
-        options.HOST_ENGINE: "no effect: engines are compiled together; accepted because servers have it",
-        options.HOST_SHARING: "no effect; accepted because servers have it",
     }
     for option in options.OPTIONS:
         choices = option.values if option is options.LAYOUT else option.choices
+        effect = helps.get(option, "no effect, since engines are compiled whole; servers have it")
         parser.add_argument(
-            option.flag, dest=option.name, choices=choices, help=f"{helps[option]}. Also {option.env}"
+            option.flag, dest=option.name, choices=choices, help=f"{effect}. Also {option.env}"
         )
     parser.add_argument("--tp", type=whole, default=1, metavar="N", help="ranks that share the heads (1)")
     parser.add_argument("--page-size", type=whole, default=64, metavar="N", help="tokens per page (64)")

@@ -35,18 +35,9 @@ fields("disaggregation_transfer_backend")
 #: Separator between SGLang's dtype and the name of the rows.
 MARK = "+kvpool:"
 
-#: Pools of this process. A KV manager gets the addresses of buffers, not the pools.
-_pools: WeakSet = WeakSet()
-
-
-def remember(pool: Any) -> None:
-    """Register a pool with a layout, so that its rows can be found by its addresses."""
-    _pools.add(pool)
-
-
-def remembered() -> list[Any]:
-    """All pools of this process with a layout, the target's and the drafts'."""
-    return list(_pools)
+#: All pools of this process with a layout, the target's and the drafts': a KV manager gets the addresses of
+#: buffers, not the pools.
+POOLS: WeakSet = WeakSet()
 
 
 # -------------------------------------------------------------------- what is compared
@@ -107,7 +98,7 @@ def rows_name(pools: list[Any], has_draft: bool = False) -> str:
 def _pools_behind(args: Any) -> list[Any]:
     """Our pools whose buffers a KV manager is about to describe to its peers, in the manager's order."""
     owners = {}
-    for pool in _pools:
+    for pool in POOLS:
         addresses, _, page_bytes = pool.get_contiguous_buf_infos()
         for address, size in zip(addresses, page_bytes, strict=True):
             owners[address] = (pool, size)

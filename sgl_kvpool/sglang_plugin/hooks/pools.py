@@ -226,7 +226,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"--kv-cache-layout {layout} was requested, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
         )
-    disaggregation.remember(pool.row_pool)
+    disaggregation.POOLS.add(pool.row_pool)
     weights.follow_k_scales(pool, partial(_k_scales_of, self, layout))
     if not self.is_draft_worker:
         _publish_metrics(self.server_args)

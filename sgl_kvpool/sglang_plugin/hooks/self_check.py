@@ -93,7 +93,7 @@ def _local_checks(runner: Any) -> Iterator[str]:
 
     pool = runner.token_to_kv_pool
     yield check_rows(pool)
-    for draft in disaggregation.remembered():
+    for draft in list(disaggregation.POOLS):
         if draft is not pool.row_pool:
             yield f"{check_rows(draft)} of a draft model"
     layers = _absorbed_layers(runner.model, pool)

@@ -43,55 +43,20 @@ logger = logging.getLogger(__name__)
 class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.
 
-    Parameters
-    ----------
-    kv_pool : LayoutMLATokenToKVPool
-        Pool of any layout and arrangement.
-    host_to_device_ratio : float
-        Bytes of the host tier per byte of the device pool, if `host_size` is 0. With the same layout on both
-        sides, this is also the ratio of tokens.
-    host_size : float
-        GB (1e9 bytes) of the host tier; if 0, the ratio decides.
-    page_size : int
-        Tokens of a page.
-    layout : str
-        One of `HOST_LABELS`.
-    draft_pools : sequence of LayoutMLATokenToKVPool
-        Pools with one layer each and the target's row format.
-    pin_memory : bool, optional
-        Whether to register the memory with CUDA; by default for pools on a GPU.
-    io_backend : str
-        Value of --hicache-io-backend, on which the choice of a GPU engine depends.
-    node_ranks : NodeRanks, optional
-        Ranks that share the tier, with one copy of each page for all of them; `host_to_device_ratio` and
-        `host_size` then mean each rank's part, and every rank has to make the pool. By default the tier
-        belongs to this rank alone.
-    with_checksum : bool
-        Whether pages have room for a checksum. False for a draft with a separate tier: stores handle its
-        pages in SGLang's sizes, and a damaged page only lowers the number of accepted tokens.
-    **kwargs
-        SGLang's arguments: `allocator_type`, `pool_label`, `host_token_capacity`.
+    Takes SGLang's names and arguments: `host_size` in GB (1e9 bytes), or, if that is 0, the ratio of bytes of
+    the host tier to those of the device pool, which is the ratio of tokens with the same layout on both
+    sides; `layout`, one of `HOST_LABELS`; `pin_memory`, by default for pools on a GPU; and by keyword
+    `allocator_type`, `pool_label` and `host_token_capacity`. Drafts have one layer each and the target's row
+    format. `row_format` is that of a stored row.
 
-    Attributes
-    ----------
-    row_format : RowFormat
-        Format of a stored row.
-    page_bytes : int
-        Bytes of a page of all layers, without padding and checksum.
-    page_format : HostPageFormat
-        Sizes of a page with padding and checksum.
-    storage_format_tag : str
-        Tag of the page's format in the keys of stores; a server with another format does not find the page.
+    With `node_ranks`, these ranks share the tier, with one copy of each page for all of them: ratio and size
+    then mean each rank's part, and every rank has to make the pool. Without `with_checksum` pages have no
+    room for one, as for a draft with a separate tier: stores handle its pages in SGLang's sizes, and a
+    damaged page only lowers the number of accepted tokens.
 
-    Raises
-    ------
-    TypeError
-        If a pool is of another class.
-    ValueError
-        If a draft has another row format, more than one layer or fewer pages, rows cannot be converted to the
-        host layout, or there is not enough memory.
-    Exception
-        If an engine that was requested by name cannot be built.
+    TypeError for a pool of another class. ValueError if a draft has another row format, more than one layer
+    or fewer pages, rows cannot be converted to the host layout, or there is not enough memory. Any error of
+    an engine that was requested by name and cannot be built.
     """
 
     def __init__(

@@ -127,32 +127,14 @@ class StateView:
 class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
     """Host tier of the states of a `MambaPool` and of the drafts that are packed with it.
 
-    Parameters
-    ----------
-    host_to_device_ratio : float
-        Host slots per slot of the pool, if `host_size`, in GB (1e9 bytes), is 0.
-    layout : str
-        One of `HOST_LABELS`.
-    draft_pools : sequence of MambaPool
-        Pools with one layer each, whose states have the target's geometry.
-    options : HostTierOptions, optional
-        Options of the host tier of rows; their layout does not apply to states.
+    `host_to_device_ratio`: host slots per slot of the pool, if `host_size`, in GB (1e9 bytes), is 0. Of
+    `options`, those of the host tier of rows, the layout does not apply. Drafts have one layer each, whose
+    states have the target's geometry. `page_bytes` are those of the states of a slot; `size_per_token`,
+    SGLang's name, includes padding and checksum. The controller adds `storage_format_tag` with the rows' tag
+    to the keys of stores.
 
-    Attributes
-    ----------
-    page_bytes : int
-        Bytes of the states of a slot; `size_per_token`, SGLang's name, includes padding and checksum.
-    storage_format_tag : str
-        Tag of the states' format; the controller adds it with the rows' tag to the keys of stores.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `StateView.of`.
-    HostTierTooLarge
-        If there is not enough memory.
-    Exception
-        If an engine that was requested by name cannot be built.
+    Errors as `StateView.of`; HostTierTooLarge if there is not enough memory; any error of an engine that was
+    requested by name and cannot be built.
     """
 
     def __init__(

@@ -47,8 +47,9 @@ def storage_format_tag(
 
 
 class StorageMixin(HostKVCache):
-    """Base of the host tier's pools; subclasses set `storage_format_tag` and `page_format`."""
+    """Base of the host tier's pools, which set what is declared here."""
 
+    #: Tag of a page's format in the keys of stores; a server with another format does not find the page.
     storage_format_tag: str
     page_format: HostPageFormat
     #: Keys of `stored_under`, per thread, because SGLang stores and fetches on separate threads.

@@ -25,14 +25,10 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     `options` of the pool itself are those of the wrapped pool. States stay in SGLang's pool, with SGLang's
     bytes.
 
-    Attributes
-    ----------
-    full_kv_pool : LayoutMLATokenToKVPool
-        The pool of the rows; a `LayoutDSATokenToKVPool` for models with sparse attention.
-
     ValueError as `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`.
     """
 
+    #: The pool of the rows; a `LayoutDSATokenToKVPool` for models with sparse attention.
     full_kv_pool: LayoutMLATokenToKVPool
 
     def __init__(

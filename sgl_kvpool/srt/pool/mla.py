@@ -36,16 +36,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
 
     Takes SGLang's own arguments, and `options` by keyword.
 
-    Parameters
-    ----------
-    options : PoolOptions
-
-    Attributes
-    ----------
-    cross_layer : Tensor [pages, page_bytes], int8, or None
-        The buffer of all layers, in which `placement` says where rows lie; None if each layer has its own,
-        as SGLang allocates them.
-
     Raises
     ------
     ValueError
@@ -56,6 +46,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
 
     #: Whether the class is for models with sparse attention.
     serves_dsa = False
+    #: The buffer of all layers, `[pages, page_bytes]` int8, in which `placement` says where rows lie; None if
+    #: each layer has its own, as SGLang allocates them.
     cross_layer: torch.Tensor | None = None
 
     def __init__(self, *args, options: PoolOptions, **kwargs):

@@ -53,29 +53,19 @@ class PoolOptions:
 
 
 class RowPool:
-    """A pool whose rows have a `MLAKVCacheLayout`; attention backends read and write it.
-
-    Attributes
-    ----------
-    options : PoolOptions
-    row_format : RowFormat
-    kv_lora_rank, qk_rope_head_dim : int
-        Number of latent values and of rotary values in a row.
-    placement : RowPlacement or None
-        Places of the rows in the buffer that all layers share; None if each layer has its own, as SGLang
-        allocates them.
-    dtype : torch.dtype
-        The pool's dtype as SGLang sees it.
-    set_mla_kv_buffer : callable
-        SGLang's method that stores rows.
-    """
+    """A pool whose rows have a `MLAKVCacheLayout`; attention backends read and write it."""
 
     options: PoolOptions
     row_format: RowFormat
+    #: Number of latent values and of rotary values in a row.
     kv_lora_rank: int
     qk_rope_head_dim: int
+    #: Places of the rows in the buffer that all layers share; None if each layer has its own, as SGLang
+    #: allocates them.
     placement: RowPlacement | None = None
+    #: The pool's dtype as SGLang sees it.
     dtype: torch.dtype
+    #: SGLang's method that stores rows.
     set_mla_kv_buffer: Callable[..., None]
 
     @property
