@@ -166,10 +166,10 @@ def test_attention_and_its_reason(planned, model, layout, names, why):
     assert why in found["why"]
 
 
-def test_what_works_instead_is_named(planned):
+def test_arguments_that_a_refusal_names_are_added(planned):
     found = planned["fp8 without tilelang"]
-    assert "dsa-prefill-backend tilelang" in found["refused"]
-    assert found["instead"] == ["--dsa-prefill-backend=tilelang", "--dsa-decode-backend=tilelang"]
+    assert found["added"] == ["--dsa-prefill-backend=tilelang", "--dsa-decode-backend=tilelang"]
+    assert (found["attention"]["prefill"], found["attention"]["decode"]) == ("dsa/tilelang", "dsa/tilelang")
 
 
 def padded_token_bytes(layers):

@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
         servers = [_request(path, each, arguments, others) for each in candidates]
         print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
-        answers = _retry_with_named_arguments(machine, servers, ask(machine, servers))
+        answers = ask(machine, servers)
     plan = Plan.of(
         model=model.launch_path,
         machine=machine,
@@ -156,7 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
 def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Size servers in a process that imports SGLang.
 
-    Returns results of `sizing.size_server`, or `refused` with the reason. OSError if SGLang cannot read the
+    Returns results of `sizing.size_server`, or `refused` with the reason; `added` are the arguments that a
+    refusal named and with which the server was sized. OSError if SGLang cannot read the
     model or another file of the arguments, or config.json lacks a size.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
@@ -201,24 +202,6 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
             f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
         )
     return answers
-
-
-def _retry_with_named_arguments(
-    machine: dict[str, Any], servers: list[dict[str, Any]], answers: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """If a refusal names arguments that would help, size that server once more with them."""
-    again = [number for number, answer in enumerate(answers) if "instead" in answer]
-    if not again:
-        return answers
-    changed = [
-        {**servers[number], "arguments": [*servers[number]["arguments"], *answers[number]["instead"]]}
-        for number in again
-    ]
-    found = list(answers)
-    for number, answer in zip(again, ask(machine, changed), strict=True):
-        if "refused" not in answer:
-            found[number] = {**answer, "added": answers[number]["instead"]}
-    return found
 
 
 def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:

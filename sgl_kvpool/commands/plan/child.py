@@ -57,12 +57,16 @@ def main() -> int:
     machine = Machine(**request["machine"])
     enough: dict[tuple[Any, ...], str] = {}
     for server in request["servers"]:
-        wanted = server["model_path"], server["arguments"]
+        model_path, arguments = wanted = server["model_path"], server["arguments"]
         answer = _in_a_fork(wanted, machine)
+        if "instead" in answer:  # the refusal names arguments that may help
+            found = _in_a_fork((model_path, [*arguments, *answer["instead"]]), machine)
+            if "refused" not in found:
+                answer = {**found, "added": answer["instead"]}
         if "too_heavy" in answer:
             # Computed once: all layouts have the same weights.
             ranks = answer["too_heavy"]
-            key = (server["model_path"], *ranks.values())
+            key = (model_path, *ranks.values())
             if key not in enough:
                 enough[key] = _min_gpus_text(wanted, machine, **ranks)
             answer = {"refused": f"{answer['refused']}; {enough[key]}"}
@@ -136,7 +140,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         )
         flags = {word.partition("=")[0] for word in named}
         if flags & {word.partition("=")[0] for word in arguments}:
-            return {"refused": str(error)}  # the user named a backend, or this pair was tried
+            return {"refused": str(error)}  # the user named a backend
         return {"refused": str(error), "instead": named}
     except (OSError, IncompleteConfig) as error:
         # A missing model, no network or a config without sizes: the reason does not depend on the layout.

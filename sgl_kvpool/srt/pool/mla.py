@@ -236,8 +236,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         if self._stock_writers:
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
             return
-        nope, rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
-        self._store(index, layer_id, loc_info, nope, rope, "set_kv_buffer")
+        k_nope, k_rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
+        self._store(index, layer_id, loc_info, k_nope, k_rope, "set_kv_buffer")
 
     @overrides
     def set_mla_kv_buffer(
@@ -267,7 +267,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         """Whether SGLang's own writers store the bytes of these rows."""
         return self.kv_cache_layout.is_sglang_native and self.cross_layer is None
 
-    def _store(self, index: int, layer_id: int, loc_info, nope, rope, method: str) -> None:
+    def _store(self, index: int, layer_id: int, loc_info, k_nope, k_rope, method: str) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)
         where = f"{method} ({self.kv_cache_layout})"
         self._check_physical_write_loc(loc_info, where)
@@ -278,8 +278,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         store_rows(
             rows,
             kv_indices,
-            _flat(nope),
-            _flat(rope) if self.qk_rope_head_dim else None,
+            _flat(k_nope),
+            _flat(k_rope) if self.qk_rope_head_dim else None,
             self.row_format,
             k_scale=self.k_scale(layer_id),
         )
