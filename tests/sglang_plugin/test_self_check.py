@@ -23,7 +23,7 @@ def scheduler(published, monkeypatch):
     from sgl_kvpool.sglang_plugin.hooks import disaggregation
 
     monkeypatch.setattr(hook_points, "version_problem", lambda: UNTESTED)
-    monkeypatch.setattr(disaggregation, "remembered", list)
+    monkeypatch.setattr(disaggregation, "POOLS", set())
     monkeypatch.setattr("sglang.srt.runtime_context.attention_backends", lambda: ("kvpool_mla",) * 2)
     case = Case("fp4", [1], [0], monkeypatch)
     runner = case.runner
@@ -114,7 +114,7 @@ def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
     runner.model = torch.nn.ModuleList(
         [radix_attention(), radix_attention(layer_id=5), torch.nn.Linear(1, 1)]
     )
-    monkeypatch.setattr(disaggregation, "remembered", lambda: [draft, pool.row_pool])
+    monkeypatch.setattr(disaggregation, "POOLS", [draft, pool.row_pool])
     with caplog.at_level(logging.INFO):
         run(scheduler)
     assert "rows of 2 of 2 layers, rows of 1 of 1 layers of a draft model, attention of" in caplog.text
