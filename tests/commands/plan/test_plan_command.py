@@ -66,7 +66,7 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
         (["--model", "/"], "/ has no config.json"),
         (["--model", __file__], "is not JSON"),
         (["--model", V32, "--tp", "8", "--", "--tp-size=4"], "--tp 8 is 4 after --; leave out one"),
-        (["--model", V32, "--", "--tp", "no"], "--tp: no is not a whole number above 0"),
+        (["--model", V32, "--", "--tp", "no"], "--tp: no is not a whole number from 1"),
         (
             ["--model", V32, "--", "vllm", "serve-it", "--tp", "8"],
             "'vllm serve-it' is no program that serves",
