@@ -10,7 +10,7 @@ from hybrid_case import LAYOUTS, MLA_LAYERS, PLACED, HybridCase, radix_attention
 from pools import memory
 from test_backend import HEADS, RANK
 
-from sgl_kvpool.srt.pool import RowPool
+from sgl_kvpool.srt.pool.row_pool import RowPool
 
 pytestmark = pytest.mark.usefixtures("published")
 
