@@ -21,7 +21,8 @@ import torch
 from scripts.bench.measurements import what
 from scripts.bench.sweep import Benchmark, verdict
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention import compiled, mla_decode
+from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.commands.machine import machine
 
