@@ -12,7 +12,8 @@ from decode_cases import check, expected, make_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.attention import compiled, mla_decode
+from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.compiler import cpu_flags
 
 HERE = Path(__file__).parent
