@@ -81,6 +81,7 @@ def _features() -> _Rows:
         (features.ARRANGEMENT_FEATURES, "with `token_major`, `page_major`"),
         (features.BACKEND_FEATURES, f"with `{KVPOOL_BACKEND}`"),
         (features.DRAFT_FEATURES, f"speculative decoding with `{KVPOOL_BACKEND}`"),
+        (features.DCP_FEATURES, "with `--dcp-size` above 1"),
         (features.READER_FEATURES, "sparse attention with `fp4`, `fp4_fp8_rope`"),
     ):
         for one in group:

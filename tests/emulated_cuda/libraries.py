@@ -13,6 +13,7 @@
 | flashinfer | `flashinfer.norm._rmsnorm_impl` | `_rms_norm` |
 | flashinfer | the compiled module of `BatchMLAPagedAttentionWrapper` | `CompiledMla` |
 | flashinfer | the compiled module of `BatchPrefillWithRaggedKVCacheWrapper` | `CompiledRagged` |
+| sglang | operators `sglang::reg_*` of its process groups | `_collective` |
 | sglang.kernels | modules of `load_jit` whose functions are in `jit_kernels.EXPORTS` | the functions there |
 | NCCL | process groups of torch.distributed | gloo's, on the memory of the CPU |
 
@@ -148,6 +149,17 @@ def _rms_norm(out, x, weight, eps, enable_pdl) -> None:
     out.copy_((values * scale * weight.float()).to(out.dtype))
 
 
+def _collective(method: str) -> Callable[..., None]:
+    """A collective of SGLang's GroupCoordinator, on the memory of the CPU."""
+
+    def carry_out(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+        from sglang.srt.distributed import parallel_state
+
+        getattr(parallel_state._groups[group_name](), method)(output, input)
+
+    return carry_out
+
+
 #: Operator of the dispatcher -> what is called with tensors of the CPU instead.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "sgl_kernel::merge_state_v2": _merge_state_v2,
@@ -156,6 +168,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "flash_mla_legacy::sparse_prefill_fwd": _sparse_prefill,
     "sgl_kernel::weak_ref_tensor": graphs.unowned,
     "sglang::apply_rope_inplace": _apply_rope,
+    "sglang::reg_all_gather_into_tensor": _collective("_all_gather_into_tensor"),
+    "sglang::reg_all_to_all_single": _collective("_all_to_all_single"),
+    "sglang::reg_reduce_scatter_tensor": _collective("_reduce_scatter_tensor"),
     "deep_gemm::get_num_sms": lambda: torch.cuda.get_device_properties(0).multi_processor_count,
     "deep_gemm::get_paged_mqa_logits_metadata": _paged_mqa_schedule,
 }

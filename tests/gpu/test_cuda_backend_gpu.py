@@ -41,8 +41,9 @@ class Case:
     """
 
     def __init__(
-        self, layout, lengths, prefixes, arrangement="layer_major", most_queries=4, used_pages=16, **options
-    ):
+        self, layout, lengths, prefixes, arrangement="layer_major", most_queries=4, used_pages=16,
+        page_size=PAGE, **options
+    ):  # fmt: skip
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
@@ -54,7 +55,7 @@ class Case:
         size = 16 * PAGE
         chosen = PoolOptions(layout, arrangement=arrangement, **options)
         self.pool = LayoutMLATokenToKVPool(
-            size, PAGE, dtype, RANK, ROPE, 3, DEVICE, False, 0, 2, options=chosen
+            size, page_size, dtype, RANK, ROPE, 3, DEVICE, False, 0, 2, options=chosen
         )
         for tensor in self.pool.kv_buffer:
             tensor.view(torch.uint8).fill_(0xFF)

@@ -5,7 +5,7 @@ computes the layer from its weights; rows that the form reads from the pool are 
 the tests' oracle.
 """
 
-from contextlib import ExitStack
+from contextlib import contextmanager
 
 import codec_oracle as oracle
 import deepseek_layer
@@ -36,10 +36,10 @@ FIRST, SECOND, DECODE = ([6, 9], [0, 0]), ([13, 20], [6, 9]), ([14, 21], [13, 20
 class Layer:
     """The layer on the GPU with its pool and backend, and its hidden states."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, **options):
         with torch.device(DEVICE):
             self.attention = build_layer(layer_id=LAYER)
-        self.case = Case(layout, [LONGEST] * 2, [0, 0])
+        self.case = Case(layout, [LONGEST] * 2, [0, 0], **options)
         self.slots, self.backend = self.case.slots, self.case.backend
         self.backend.prefill_attention_backend_str = self.backend.decode_attention_backend_str = BACKEND
         generator = torch.Generator().manual_seed(2)
@@ -56,27 +56,45 @@ class Layer:
 
     def run(self, mode, lengths, prefixes):
         """One forward: the layer's output, and the method that SGLang chose."""
-        from sglang.srt.layers.layer_boundary import AttentionInputs, get_attn_tp_context
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+        batch, hidden = self.inputs(mode, lengths, prefixes)
+        with self.running(batch):
+            self.prepare(batch)
+            self.backend.init_forward_metadata(batch)
+            out, method = self.forward(batch, hidden)
+        return out.cpu(), method
 
-        case, attention = self.case, self.attention
+    def inputs(self, mode, lengths, prefixes):
+        """A batch, and the hidden states of its tokens."""
+        case = self.case
         case.lengths, case.prefixes = lengths, prefixes
         case.slots = [own[:n] for own, n in zip(self.slots, lengths, strict=True)]
         batch = batch_of(case, mode)
         batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(lengths), sum(lengths)
         parts = zip(self.hidden, lengths, prefixes, strict=True)
         hidden = torch.cat([own[first:last] for own, last, first in parts]).to(DEVICE)
-        self.backend.init_forward_metadata(batch)
-        with ExitStack() as stack:
-            context = ForwardContext(attn_backend=self.backend)
-            stack.enter_context(forward_context(context, forward_batch=batch))
-            stack.enter_context(torch.no_grad())
-            inputs = AttentionInputs(hidden, batch, attention.prepare_qkv_latent)
-            get_attn_tp_context().set_attn_inputs(inputs)
-            state = attention.forward_prepare(
-                batch.positions, hidden, batch, None, llama_4_scaling=self.factors(batch.positions)
-            )
-            return attention.forward_core(state).cpu(), state[1].name
+        return batch, hidden
+
+    @contextmanager
+    def running(self, batch):
+        """SGLang's context of a forward."""
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+        context = ForwardContext(attn_backend=self.backend)
+        with forward_context(context, forward_batch=batch), torch.no_grad():
+            yield
+
+    def forward(self, batch, hidden):
+        from sglang.srt.layers.layer_boundary import AttentionInputs, get_attn_tp_context
+
+        inputs = AttentionInputs(hidden, batch, self.attention.prepare_qkv_latent)
+        get_attn_tp_context().set_attn_inputs(inputs)
+        state = self.attention.forward_prepare(
+            batch.positions, hidden, batch, None, llama_4_scaling=self.factors(batch.positions)
+        )
+        return self.attention.forward_core(state), state[1].name
+
+    def prepare(self, batch):
+        """What a runner adds to a batch before the backend sees it."""
 
     def wanted(self, lengths, prefixes, stored):
         """The output in float64; each request's first `stored` rows are read from the pool."""

@@ -19,9 +19,6 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 STOCK = {"k3-dcp4": "CuteDSL MLA backend is only supported on Blackwell GPUs"}
 #: Commands that no layout serves, whatever is left out.
 NEVER = {
-    "v3-dcp8-flashinfer": "--dcp-size 8",
-    "v3-dcp8-default": "--dcp-size 8",
-    "k25-dcp8": "--dcp-size 8",
     "k3-dcp4": "--dcp-size 4",
     "v32-hisparse-decode": "--enable-hisparse",
     "glm51-pd-decode-hisparse": "--enable-hisparse",

@@ -126,6 +126,7 @@ def test_devices():
 
     assert KVPOOL_DEVICES == ("cpu", "cuda")
     view = SimpleNamespace(
+        dcp_size=1,
         attention_backend=OURS,
         prefill_attention_backend=None,
         decode_attention_backend=None,
@@ -190,6 +191,7 @@ def test_every_feature(field, value):
 
     off = {feature.field: None for feature in BACKEND_FEATURES}
     view = SimpleNamespace(
+        dcp_size=1,
         attention_backend=OURS,
         prefill_attention_backend=None,
         decode_attention_backend=None,

@@ -88,12 +88,3 @@ def test_what_ran_or_was_tested_names_a_test_that_exists():
             assert named, title
         for function in re.findall(r"`(test_\w+)`", shown):
             assert any(f"def {function}(" in (ROOT / name).read_text() for name in named), function
-
-
-def test_dcp_is_refused_for_other_kinds_of_models(resolve, checkpoints):
-
-    for model in ("dsa", "kda"):
-        for layout in LAYOUTS:
-            argv = ("--kv-cache-layout", layout, "--tp-size", "2", "--dcp-size", "2")
-            with pytest.raises(ValueError, match="^--dcp-size 2 does not work with --kv-cache-layout"):
-                resolve(checkpoints[model], *argv, device="cuda")

@@ -248,11 +248,15 @@ def test_a_cap_of_the_tokens(planned):
 
 
 def test_ranks_that_keep_parts_of_the_tokens(planned):
-    """Two ranks of decode context parallelism hold twice the tokens."""
+    """Two ranks of decode context parallelism hold twice the tokens, of the same bytes a rank."""
     parts, whole = planned["parts"], planned["whole"]
     assert whole["tokens"] == whole["available_bytes"] // (61 * 1152)
     assert parts["tokens"] == 2 * (parts["available_bytes"] // (61 * 1152))
     assert (parts["row_copies"], whole["row_copies"]) == (4, 8)
+    packed, layer_bytes = planned["parts with a layout"], ROWS["fp4"]
+    of_rows = packed["available_bytes"] - packed["workspace_bytes"]
+    assert packed["tokens"] == 2 * (of_rows // (61 * layer_bytes))
+    assert packed["attention"]["decode"] == "kvpool_mla"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +270,6 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
         ("no mtp", "DeepseekV3ForCausalLM has no MTP layers (num_nextn_predict_layers"),
         ("all and more", "--mem-fraction-static 1.5 is not a valid share of the memory; give"),
         ("no page", "--page-size 0 is not a valid number of tokens"),
-        ("parts with a layout", "--dcp-size 2 does not work with --kv-cache-layout fp4: "),
         # 4 ranks hold 75 GiB each. 3 ranks neither divide the 64 heads nor make two groups of DP attention.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
         ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs are enough (--tp 4)"),

@@ -59,7 +59,7 @@ def refused_by_arguments(done):
             {},
             "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing",
         ),
-        ((*LAYOUT, "--dcp-size", "2"), {}, "--dcp-size 2 does not work with --kv-cache-layout fp4"),
+        ((*LAYOUT, "--enable-hisparse"), {}, "--enable-hisparse does not work with --kv-cache-layout fp4"),
         (
             (*LAYOUT, "--page-size=-64"),
             {},

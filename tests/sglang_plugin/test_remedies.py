@@ -33,7 +33,7 @@ DENSE = [
     ("fp4", ("--cuda-graph-backend-prefill", "full")),
     ("fp4", ("--enable-torch-compile",)),
     ("fp4", ("--enable-lmcache",)),
-    ("fp4", ("--dcp-size", "2")),
+    ("fp4", ("--tp-size", "2", "--dcp-size", "2", TIER)),
     ("fp4", ("--dtype", "float32")),
     ("fp4", ("--page-size", "0")),
     ("fp4", (*EAGLE, *TREE)),
@@ -104,7 +104,7 @@ def ways_out(text, argv):
         if re.match("(leave it out|leave them out)", part):
             together = problem.partition(" cannot ")[0].partition(" would ")[0]
             found.append(without(argv, re.findall(r"--[\w-]+", together) if "them" in part else [first]))
-        elif part.startswith("leave out one of the two"):
+        elif part.startswith("leave out one of"):
             found += [without(argv, [flag]) for flag in {first, named[-1]}]
         elif part.startswith("leave out"):
             found.append(without(argv, [*flags, *(["--enable-mixed-chunk"] if "option" in part else [])]))

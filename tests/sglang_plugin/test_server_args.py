@@ -78,7 +78,6 @@ FEATURES = {
     "--enable-kv-cache-sharding": (),
     "--enable-dsa-cache-layer-split": (),
     "--enable-page-major-kv-layout": (),
-    "--dcp-size": ("2",),
     "--enable-unified-cache-external-linker": (),
     "--enable-linker-mla-dedup": (),
     "--enable-lmcache": (),

@@ -108,14 +108,16 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
         from sgl_kvpool.attention.cpu import RowReader
 
         return RowReader.workspace_bytes(fmt)
-    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+    from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
 
     from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
 
     most_queries = max_speculative_num_draft_tokens() or 1
+    ranks = get_parallel().attn_dcp_size  # each attends its rows with the queries of all
+    most_rows = -(-kvc.model_config.context_len // ranks)
     decode = decode_workspace_bytes(
-        fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, most_queries, view.device
+        fmt, _heads(kvc) * ranks, _MOST_REQUESTS, most_rows, most_queries, view.device
     )
     # Target and draft share both workspaces.
     return extend_workspace_bytes(fmt) + decode

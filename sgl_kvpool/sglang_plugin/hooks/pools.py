@@ -238,7 +238,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         layout,
         rows.row_format.row_bytes,
         rows.layer_num,
-        rows.size,
+        rows.size * rows.slots_per_row,
         rows.get_kv_size_bytes() / _GB,
         pool.kv_cache_arrangement,
         " (auto)" if chosen else "",

@@ -126,6 +126,7 @@ def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
 
     from sgl_kvpool.srt.attention.layers import is_absorbed
 
+    # With --dcp-size a layer has two: the later one, for decode, has the heads of all ranks.
     layers = {
         module.layer_id: module
         for module in model.modules()

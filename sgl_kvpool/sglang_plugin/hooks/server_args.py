@@ -19,6 +19,7 @@ from sgl_kvpool.sglang_plugin.models import is_dsa
 from sgl_kvpool.sglang_plugin.registry import around, fields, installs, uses
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
+from sgl_kvpool.sglang_plugin.rules import dcp as dcp_rules
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
@@ -191,6 +192,7 @@ def _check_model(server_args):
 
     model_config = model_config_of(server_args)
     models.check_model(layout, model_config)
+    dcp_rules.check(layout, model_config, resolving_view(server_args))
     if is_dsa(model_config):
         declared = dsa_rules.prepare(layout, options.arrangement_of(server_args), model_config, server_args)
     else:
@@ -228,7 +230,7 @@ def _choose_backend(server_args):
         )
         declare_resolution(server_args, _SOURCE, **{f"{phase}_attention_backend": KVPOOL_BACKEND})
     if common is None and None in phases:
-        if not attention_rules.is_chosen(layout, arrangement, view.device):
+        if not attention_rules.is_chosen(layout, arrangement, view.device, view.dcp_size):
             return  # SGLang's choice, which the last step checks
         declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     attention_rules.check_backends(layout, arrangement, view)

@@ -22,6 +22,7 @@ from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
+from sgl_kvpool.sglang_plugin.rules import dcp as dcp_rules
 from sgl_kvpool.sglang_plugin.rules.features import (
     BACKEND_FEATURES,
     DRAFT_FEATURES,
@@ -53,16 +54,19 @@ def backends_in_use(view: Any) -> tuple[str | None, str | None]:
     return attention_backends_of(view)
 
 
-def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
+def is_chosen(
+    layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str, dcp_size: int | None = None
+) -> bool:
     """Whether `kvpool_mla` is the default for phases without an explicit backend.
 
     On CUDA, rows in SGLang's own format stay with SGLang's kernels, which read these directly and which
-    SGLang chooses by GPU, except in page_major and with KVPOOL_PREFILL_READS_ROWS=1, which only `kvpool_mla`
-    supports. For fp8, SGLang's default on Hopper, fa3, casts the full pool of a layer in every call.
+    SGLang chooses by GPU, except in page_major, with decode context parallelism and with
+    KVPOOL_PREFILL_READS_ROWS=1, which only `kvpool_mla` supports. For fp8, SGLang's default on Hopper, fa3,
+    casts the full pool of a layer in every call.
     """
     if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
         return True
-    return arrangement is KVArrangement.PAGE_MAJOR
+    return arrangement is KVArrangement.PAGE_MAJOR or (dcp_size or 1) > 1
 
 
 # -------------------------------------------------------------------- reading
@@ -154,6 +158,7 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {in_use[0]}; leave "
             f"it out, or use --prefill-attention-backend {KVPOOL_BACKEND}"
         )
+    dcp_rules.check_backends(layout, in_use, view)
     if KVPOOL_BACKEND in in_use:
         _check_device(view)
         _check_features(BACKEND_FEATURES, view, layout, arrangement)

@@ -86,7 +86,6 @@ LAYOUT_FEATURES = (
     Feature("enable_hisparse", "it allocates a pool of its own"),
     Feature("enable_kv_cache_sharding", "it shards stock MLA rows"),
     Feature("enable_dsa_cache_layer_split", "it allocates a pool of its own"),
-    above_one("dcp_size", "decode context parallelism scatters rows by rules of its own"),
     Feature("enable_page_major_kv_layout", "it allocates a pool of its own"),
     Feature("enable_unified_cache_external_linker", _LINKER),
     Feature("enable_linker_mla_dedup", _LINKER),
@@ -157,6 +156,19 @@ DRAFT_FEATURES = (
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
+#: Features that do not work with a layout and decode context parallelism.
+DCP_FEATURES = (
+    Feature(
+        "speculative_algorithm",
+        "every rank's draft reads all rows, and SGLang's pool of a dense draft would keep those of one rank",
+        in_use=_is_given,
+    ),
+    Feature("enable_hierarchical_cache", "its transfers take slots for rows of this rank"),
+    Feature("disaggregation_mode", "the rows of a page are on several ranks", in_use=disaggregates),
+    above_one("attn_dp_size", "batches that are padded for other ranks have not been tested"),
+    above_one("pp_size", "stages of several ranks have not been tested"),
+)
+
 #: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
@@ -164,5 +176,8 @@ READER_FEATURES = (
     above_one("attn_cp_size", _SPARSE_CP),
 )
 
-for _features in (LAYOUT_FEATURES, ARRANGEMENT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, READER_FEATURES):
+for _features in (
+    *(LAYOUT_FEATURES, ARRANGEMENT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, DCP_FEATURES),
+    READER_FEATURES,
+):
     fields(*(feature.field for feature in _features))

@@ -6,11 +6,15 @@ table, so that only kv_lens are computed per step. Absorbed prefill decodes stor
 requests with one new token at the end of its batch are attended like a decode. In the MHA form SGLang
 passes keys and values that the model has computed from the latent. FlashInfer attends them through the base
 class and its runner, with the natural log-sum-exp that SGLang expects (`mha_form`).
+
+With decode context parallelism each rank attends the rows that it stores, with the queries of all ranks, and
+SGLang merges the results. For a prefill SGLang gathers the rows of all ranks, decoded.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +41,9 @@ from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.decode_config import kernels_in_words
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.codec import gather_rows
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.attention.dcp import take_own_prefixes
 from sgl_kvpool.srt.attention.decode_verify import (
     DecodeBatch,
     KVLens,
@@ -81,6 +87,8 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             if buffer.is_cuda:
                 decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.ranks, self.rank = pool.slots_per_row, get_parallel().attn_dcp_rank
+        self._lists = self.req_to_token[:, self.rank :: self.ranks]
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
@@ -88,11 +96,13 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
-        self._kv_lens = KVLens(requests, most_queries, self.device, self.draft_step)
+        self._kv_lens = KVLens(
+            requests, most_queries, self.device, self.draft_step, rank=self.rank, ranks=self.ranks
+        )
         self._lse = torch.empty((requests * most_queries, heads), dtype=torch.float32, device=self.device)
         # Backends of target, draft and draft steps run one after the other and share workspaces.
         needed = decode_workspace_bytes(
-            self.fmt, heads, requests, self.req_to_token.shape[1], most_queries, self.device
+            self.fmt, heads * self.ranks, requests, self._lists.shape[1], most_queries, self.device
         )
         self._decode_workspace = get_buffer(
             f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, self.device)
@@ -106,7 +116,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 f"kvpool_mla_extend_{self.fmt.head_dim}_{model_runner.dtype}",
                 lambda: extend_workspace(self.fmt, model_runner.dtype, self.device),
             )
-            self._reader = ExtendReader(self.fmt, heads, workspace, wrapper=self.prefill_wrapper_paged)
+            stored = self.fmt
+            if self.ranks > 1 and self.fmt.layout.is_packed:  # SGLang gathers decoded rows
+                stored = MLAKVCacheLayout.BF16.row_format(self.fmt.kv_lora_rank, self.fmt.qk_rope_head_dim)
+            self._reader = ExtendReader(stored, heads, workspace, wrapper=self.prefill_wrapper_paged)
             self._reader.require(_longest_prefill(self.max_context_len))
             if self.prefill_reads_rows:
                 logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
@@ -159,8 +172,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 "not; serve this model without --kv-cache-layout"
             )
         self._rows_to_write.forget()
+        if self.ranks > 1:
+            take_own_prefixes(forward_batch, self.req_to_token, self.rank, self.ranks)
         self._extend = None  # planned by the first absorbed layer, because the MHA form does not need it
-        self._decode_tail = decode_tail(forward_batch, len(self._lse))
+        # With several ranks, a prefill has the queries of one.
+        self._decode_tail = decode_tail(forward_batch, len(self._lse)) if self.ranks == 1 else None
         use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
             any(forward_batch.extend_prefix_lens_cpu)
             or get_exec().kernel.flashinfer_mla_disable_ragged
@@ -199,14 +215,14 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     @overrides
     def forward_decode(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Absorbed decode, one query per request; see `_decode_or_verify`."""
         return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
     @overrides
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Verification and a draft's extend, absorbed prefill, or the MHA form, which SGLang computes."""
         if has_fixed_query_length(forward_batch.forward_mode):
             return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
@@ -214,11 +230,14 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
-    def _decode_or_verify(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+    def _decode_or_verify(
+        self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys, then attend the lists of SGLang's request table.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
-        `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
+        `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`; with several
+        ranks, whose heads `q` has, also the log-sum-exp over this rank's rows `[tokens, heads]`, in base 2.
         """
         fmt, batch, heads = self.fmt, self.forward_metadata, layer.tp_q_head_num
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
@@ -231,8 +250,13 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             out[tokens:].zero_()
             q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
         lists = forward_batch.req_pool_indices[: tokens // batch.queries_per_request]
-        self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens])
-        return out.view(padded, heads * fmt.kv_lora_rank)
+        if self.ranks == 1:
+            self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens], self._lse[:tokens])
+            return out.view(padded, heads * fmt.kv_lora_rank)
+        lse = self._lse.new_zeros((padded, heads))
+        self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens], lse[:tokens])
+        # SGLang merges in base 2, except for backends that `is_mla_dcp_lse_base_on_e` lists.
+        return out.view(padded, heads * fmt.kv_lora_rank), lse.mul_(math.log2(math.e))
 
     def _by_head(self, q, q_rope, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if q_rope is None:
@@ -242,9 +266,9 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
 
     def _attend_lists(
-        self, q, q_rope, layer, batch: DecodeBatch, lists: torch.Tensor, out: torch.Tensor
+        self, q, q_rope, layer, batch: DecodeBatch, lists: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """Attend `batch.queries_per_request` queries per list of the request table, with the result in `out`.
+        """Attend `batch.queries_per_request` queries per list of the request table, into `out` and `lse`.
 
         `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
         """
@@ -252,7 +276,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         mla_decode(
             q,
             pool.get_row_buffer(layer_id).squeeze(1),
-            self.req_to_token,
+            self._lists,
             batch.kv_lens,
             self.fmt,
             layer.scaling,
@@ -262,7 +286,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             queries_per_list=batch.queries_per_request,
             page=pool.page_stride,
             out=out,
-            lse=self._lse[: len(out)],
+            lse=lse,
             workspace=self._decode_workspace,
         )
 
@@ -292,7 +316,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 reader, batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
             )
         own_rope = None if q_rope is None else q_rope[first:]
-        self._attend_lists(q[first:], own_rope, layer, *tail, out[first:])
+        self._attend_lists(q[first:], own_rope, layer, *tail, out[first:], self._lse[: tokens - first])
         return out.view(tokens, heads * fmt.kv_lora_rank)
 
     def _extended(
@@ -301,7 +325,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """Attention of the requests of `batch`, `[tokens, heads, R]`; `q` and `q_rope` as `_attend_lists`."""
         fmt, tokens = self.fmt, len(q)
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
-        rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
+        k_scale = pool.k_scale(layer_id)
+        if self.ranks == 1:
+            rows = pool.get_row_buffer(layer_id).squeeze(1)
+        else:  # the prefixes of all requests, one after the other
+            rows = forward_batch.attn_dcp_metadata.dcp_kv_buffer.squeeze(1).view(torch.uint8)
         if q_rope is None:
             q, q_rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
         if self.prefill_reads_rows:
@@ -318,6 +346,8 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """Plan the first `requests` requests, with lengths from the host and rows from the request table."""
 
         def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
+            if self.ranks > 1:
+                return torch.arange(total, dtype=torch.int32, device=self.device)
             slots = torch.empty(total, dtype=torch.int32, device=self.device)
             if total:
                 create_flashinfer_kv_indices_triton[(len(lengths),)](

@@ -59,10 +59,22 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
 
 
 class KVLens:
-    """Computes how many rows each query of a batch attends, in one static buffer."""
+    """Computes how many rows each query of a batch attends, in one static buffer.
 
-    def __init__(self, requests: int, most_queries: int, device: torch.device | str, draft_step: int = 0):
-        self.draft_step = draft_step
+    Of `ranks` ranks of decode context parallelism, this is `rank`, which attends its own rows.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        most_queries: int,
+        device: torch.device | str,
+        draft_step: int = 0,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        self.draft_step, self.rank, self.ranks = draft_step, rank, ranks
         self.buffer = torch.zeros(requests * most_queries, dtype=torch.int32, device=device)
         self._ordinals = torch.arange(1, most_queries + 1, dtype=torch.int32, device=device)
 
@@ -75,7 +87,7 @@ class KVLens:
             )
 
     def of(self, forward_batch: ForwardBatch) -> DecodeBatch:
-        """A batch with a view of its kv_lens: SGLang's lengths for a plain decode, otherwise the buffer.
+        """A batch with a view of its kv_lens: the buffer, or SGLang's lengths for a plain decode on one rank.
 
         Computes nothing and reads no lengths; `fill` computes those in the buffer. When SGLang replays a
         graph, it passes a padded number of requests with unpadded tensors, so the number of queries per
@@ -95,7 +107,7 @@ class KVLens:
                 f"{requests} requests of {queries} queries in {forward_batch.forward_mode.name}: this server "
                 f"was sized for {len(self._ordinals)} per request and {len(self.buffer)} in all"
             )
-        if forward_batch.forward_mode.is_decode_or_idle() and not self.draft_step:
+        if forward_batch.forward_mode.is_decode_or_idle() and not self._computes_decodes:
             return DecodeBatch(forward_batch.seq_lens[:requests], queries)
         return DecodeBatch(self.buffer[:tokens], queries)
 
@@ -103,9 +115,10 @@ class KVLens:
         """Compute a batch's kv_lens with operations on static tensors only, which a graph can record."""
         mode = forward_batch.forward_mode
         if mode.is_decode_or_idle():
-            if self.draft_step:
+            if self._computes_decodes:
                 lengths = forward_batch.seq_lens[: forward_batch.batch_size]
                 torch.add(lengths, self.draft_step, out=batch.kv_lens)
+                self._keep_own(batch.kv_lens)
             return
         queries = batch.queries_per_request
         lengths = forward_batch.seq_lens[: forward_batch.batch_size, None]  # [requests, 1]
@@ -113,6 +126,17 @@ class KVLens:
         if mode.is_draft_extend_v2():
             # A draft extend's lengths already include the new tokens; those of a verification do not.
             batch.kv_lens.sub_(queries)
+        self._keep_own(batch.kv_lens)
+
+    @property
+    def _computes_decodes(self) -> bool:
+        """Whether the kv_lens of a plain decode are other numbers than SGLang's lengths."""
+        return self.draft_step > 0 or self.ranks > 1
+
+    def _keep_own(self, kv_lens: torch.Tensor) -> None:
+        """Of positions 0 to kv_lens - 1, count those of this rank: rank, rank + ranks, ..."""
+        if self.ranks > 1:
+            kv_lens.add_(self.ranks - 1 - self.rank).floor_divide_(self.ranks)
 
 
 def decode_workspace_bytes(

@@ -233,7 +233,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
-        if self._stock_writers:
+        if self._stock_writers or self.slots_per_row > 1:  # which SGLang's method refuses
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
             return
         k_nope, k_rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
@@ -265,15 +265,17 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     @property
     def _stock_writers(self) -> bool:
         """Whether SGLang's own writers store the bytes of these rows."""
-        return self.kv_cache_layout.is_sglang_native and self.cross_layer is None
+        own = self.cross_layer is not None or self.slots_per_row > 1
+        return self.kv_cache_layout.is_sglang_native and not own
 
     def _store(self, index: int, layer_id: int, loc_info, k_nope, k_rope, method: str) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)
         where = f"{method} ({self.kv_cache_layout})"
         self._check_physical_write_loc(loc_info, where)
-        kv_indices = loc if isinstance(loc_info, RowWriteLoc) else self.slot_to_row(loc)
+        kv_indices = loc if isinstance(loc_info, RowWriteLoc) else self.rows_to_write(loc)
         rows = self.kv_buffer[index].squeeze(1).view(torch.uint8)  # [rows, row_bytes]
-        maybe_detect_oob(kv_indices, 0, len(rows), where)
+        # With several ranks, -1 is a token of another rank.
+        maybe_detect_oob(kv_indices, 0 if self.slots_per_row == 1 else -1, len(rows), where)
         # Writers do not wait for loads, because SGLang never writes a slot that a load is filling.
         store_rows(
             rows,
@@ -324,6 +326,11 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     @overrides
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the rows of slots `src_loc` to slots `tgt_loc` in all layers."""
+        if self.slots_per_row > 1:
+            raise NotImplementedError(
+                f"move_kv_cache with --dcp-size {self.slots_per_row}: source and target may be rows of "
+                "different ranks"
+            )
         if self.placement is None:
             super().move_kv_cache(tgt_loc, src_loc)
             return
@@ -346,7 +353,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         # These copies wait for the device anyway, so the check costs no extra synchronization.
         if self.cross_layer is not None and len(slots) and int(slots.min()) < 0:
             raise IndexError(f"slot {int(slots.min())} is not valid; leave out tokens without a slot")
-        return self.slot_to_row(slots)
+        # With n ranks, SGLang's method then takes every n-th and divides it by n.
+        return self.slot_to_row(slots // self.slots_per_row) * self.slots_per_row
 
 
 def _flat(part: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.memory.arrangement import KVArrangement, PageStride, RowPlacement
@@ -108,9 +109,28 @@ class RowPool:
         return slots if self.placement is None else self.placement.slot_to_row(slots)
 
     @property
+    def slots_per_row(self) -> int:
+        """Ranks of decode context parallelism over which SGLang's slots are spread.
+
+        Slot s is stored by rank s % slots_per_row, as its slot s // slots_per_row.
+        """
+        return get_parallel().attn_dcp_size
+
+    def rows_to_write(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row numbers at which this rank stores SGLang's slots; -1 for the slots of other ranks."""
+        ranks = self.slots_per_row
+        if ranks > 1:
+            own = (slots >= 0) & (slots % ranks == get_parallel().attn_dcp_rank)
+            slots = torch.where(own, slots // ranks, -1)
+        return self.slot_to_row(slots)
+
+    @property
     def page_stride(self) -> PageStride | None:
-        """By which kernels turn slots into rows; None if slots are row numbers."""
-        return None if self.placement is None else self.placement.page_stride
+        """By which kernels turn SGLang's slots into rows; None if slots are row numbers."""
+        stride = None if self.placement is None else self.placement.page_stride
+        if self.slots_per_row == 1:
+            return stride
+        return (stride or PageStride(1, 1))._replace(slots_per_row=self.slots_per_row)
 
     def k_scale(self, layer_id: int) -> float:
         """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
@@ -153,7 +173,7 @@ class RowsToWrite:
         slots, rows = forward_batch.out_cache_loc, self._rows
         if rows is None or self._slots is None or not _same_memory(self._slots, slots):
             loc = KVWriteLoc.for_batch(forward_batch)
-            rows = RowWriteLoc(self.pool.slot_to_row(loc.loc), physical=loc.physical)
+            rows = RowWriteLoc(self.pool.rows_to_write(loc.loc), physical=loc.physical)
             self._slots, self._rows = slots, rows
         return rows
 

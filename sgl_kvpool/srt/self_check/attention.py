@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sgl_kvpool.attention.decode_config import rounds_values
-from sgl_kvpool.srt.self_check.pages import Difference, decoded, encoded
+from sgl_kvpool.srt.self_check.pages import Difference, decoded, encoded, slots_of_rank
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -99,22 +99,28 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     rank = pool.row_format.kv_lora_rank
     # Row 0 of the table is for padding; backends have room for `size` requests.
     most = min(backend.req_to_token_pool.size, len(table) - 1)
-    requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1])
+    ranks = pool.slots_per_row
+    requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1] // ranks)
     count, device = len(requests.lengths), requests.slots.device
     own = torch.arange(count, 0, -1, device=device)
     rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
-    listed = (own, slice(0, max(requests.lengths)))
+    # With several ranks (`--dcp-size`), a list has a slot of each in turn, and each rank checks its own.
+    lists = requests.lists.repeat_interleave(ranks, dim=1)
+    lists = torch.where(lists < 0, lists, lists * ranks + torch.arange(lists.shape[1], device=device) % ranks)
+    listed = (own, slice(0, lists.shape[1]))
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots)), (table, listed)):
-        table[listed] = requests.lists.to(table.dtype)
+        table[listed] = lists.to(table.dtype)
         ends = torch.tensor(requests.lengths, device=device).cumsum(0) - 1
         earlier = torch.ones(len(requests.slots), dtype=torch.bool, device=device)
         earlier[ends] = False
         _store(pool, layer, requests.slots[earlier], requests.keys[earlier])
-        batch = batch_of("DECODE", requests.lengths, own, requests.slots[ends])
+        lengths, new = [length * ranks for length in requests.lengths], requests.slots[ends]
+        batch = batch_of("DECODE", lengths, own, slots_of_rank(pool, new))
         backend.init_forward_metadata(batch)
         keys = requests.keys[ends].unsqueeze(1)
         q = requests.q.reshape(count, -1)
         out = backend.forward_decode(q, keys, keys[..., :rank], layer, batch)
+        out = out if ranks == 1 else out[0]
         found = out.view(count, -1, rank).cpu()
     return _compare(found, requests, pool, layer.layer_id, layer.scaling)
 
@@ -157,7 +163,7 @@ def check_lists(
 def _store(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor) -> None:
     keys, rank = keys.unsqueeze(1), pool.row_format.kv_lora_rank
     rope = keys[..., rank:] if pool.row_format.qk_rope_head_dim else None
-    pool.set_mla_kv_buffer(layer, KVWriteLoc(slots), keys[..., :rank], rope)
+    pool.set_mla_kv_buffer(layer, KVWriteLoc(slots_of_rank(pool, slots)), keys[..., :rank], rope)
 
 
 def _compare(found: torch.Tensor, requests: _Requests, pool: Any, layer_id: int, scale: float) -> str:

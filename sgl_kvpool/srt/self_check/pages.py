@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.codec import reference
 from sgl_kvpool.layout import RowFormat
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.row_pool import RowPool
 
 
 class PageBytes:
@@ -41,6 +43,11 @@ class PageBytes:
         """Write rows of the shape that `read` returns into the pages."""
         for view, layer in zip(self._views, rows, strict=True):
             view[self._index] = layer.reshape(len(self.pages), *view.shape[1:]).to(view.device)
+
+
+def slots_of_rank(pool: RowPool, slots: torch.Tensor) -> torch.Tensor:
+    """SGLang's numbers of slots of this rank's pool: others if ranks share a prefix pool (`--dcp-size`)."""
+    return slots * pool.slots_per_row + get_parallel().attn_dcp_rank
 
 
 def random_values(tokens: int, fmt: RowFormat, seed: int) -> torch.Tensor:

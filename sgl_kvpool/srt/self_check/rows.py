@@ -13,6 +13,7 @@ from sgl_kvpool.srt.self_check.pages import (
     encoded,
     random_values,
     require_same_bytes,
+    slots_of_rank,
 )
 
 
@@ -68,7 +69,7 @@ def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.
     rows, fmt, rank = pool.row_pool, pool.row_format, pool.kv_lora_rank
     places, slots = _places(pages, rows.page_size), _slots(pages, rows.page_size).to(rows.device)
     expected = before.clone()
-    half = len(places) // 2
+    half = len(places) // 2 if pool.slots_per_row == 1 else 0  # SGLang refuses set_kv_buffer with ranks
     for index, layer_id in layers.items():
         values = random_values(len(places), fmt, seed=index)
         by_place = expected[index].view(-1, fmt.row_bytes)
@@ -76,8 +77,10 @@ def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.
         layer = SimpleNamespace(layer_id=layer_id)
         given = values.to(rows.device).unsqueeze(1)
         rope = given[half:, :, rank:] if fmt.qk_rope_head_dim else None
-        pool.set_kv_buffer(layer, KVWriteLoc(slots[:half]), given[:half], given[:half, :, :rank])
-        pool.set_mla_kv_buffer(layer, KVWriteLoc(slots[half:]), given[half:, :, :rank], rope)
+        if half:
+            pool.set_kv_buffer(layer, KVWriteLoc(slots[:half]), given[:half], given[:half, :, :rank])
+        loc = KVWriteLoc(slots_of_rank(pool, slots[half:]))
+        pool.set_mla_kv_buffer(layer, loc, given[half:, :, :rank], rope)
     ids = layer_ids(pool)
 
     def place(index: int, page: int, token: int) -> str:

@@ -1,0 +1,63 @@
+"""What does not work with a layout on a server with decode context parallelism (`--dcp-size`)."""
+
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, model_name
+from sgl_kvpool.sglang_plugin.options import LAYOUT
+from sgl_kvpool.sglang_plugin.registry import fields
+from sgl_kvpool.sglang_plugin.rules.features import DCP_FEATURES, first_in_use
+
+fields("dcp_size")
+
+
+def is_used(view: Any) -> bool:
+    """Whether the rows of a sequence are spread over several ranks."""
+    return (view.dcp_size or 1) > 1
+
+
+def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
+    """Refuse models and arguments that do not work with several ranks; `view` holds the user's values."""
+    if not is_used(view):
+        return
+    ours = f"--dcp-size {view.dcp_size} does not work with {LAYOUT.flag} {layout}"
+    if view.device == "cpu":
+        raise Refusal(f"{ours} on a CPU: SGLang allocates slots for it on GPUs only; leave it out")
+    if is_dsa(model_config):
+        raise Refusal(
+            f"{ours} and {model_name(model_config)}: SGLang attends such lists of several ranks with "
+            "TensorRT-LLM's kernel for Blackwell, which does not read these rows; leave it out"
+        )
+    if is_hybrid(model_config):
+        raise Refusal(
+            f"{ours} and {model_name(model_config)}: with layers that keep states it has not been tested; "
+            "leave it out"
+        )
+    if getattr(model_config.hf_text_config, "llama_4_scaling", None):
+        raise Refusal(
+            f"{ours} and {model_name(model_config)}: where SGLang scales its queries by their position, it "
+            "does not merge results of ranks; leave it out"
+        )
+    found = first_in_use(DCP_FEATURES, view)
+    if found is not None:
+        feature, text = found
+        raise Refusal(f"{ours} and {text}: {feature.reason}; leave out one of them")
+    if env.flag(env.PREFILL_READS_ROWS):
+        raise Refusal(
+            f"{ours} and {env.PREFILL_READS_ROWS}=1: the rows of a prefill's new tokens are stored on "
+            "several ranks; leave out one of them"
+        )
+
+
+def check_backends(layout: MLAKVCacheLayout, in_use: tuple[str | None, str | None], view: Any) -> None:
+    """Refuse other attention backends than ours, whatever rows they read."""
+    others = [backend for backend in in_use if backend != KVPOOL_BACKEND]
+    if is_used(view) and others:
+        raise Refusal(
+            f"--dcp-size {view.dcp_size} with {LAYOUT.flag} {layout} needs attention backend "
+            f"{KVPOOL_BACKEND} in all phases, and {others[0]} has not been tested over these pools; use "
+            f"--attention-backend {KVPOOL_BACKEND} alone"
+        )
