@@ -64,6 +64,7 @@ def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
         "programs_per_sm": programs,
         **flashmla_costs.clk_per_row(loop, conflicts_clk),
         "draining_waits_per_block": loop.draining_waits,
+        "least_load_lead": round(min(map(loop_costs.least_load_lead, roles)), 2),
     }
 
 

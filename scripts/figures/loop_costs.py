@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Costs", "Instruction", "Loop", "costs", "kernels", "loops", "role_loops"]
+__all__ = ["Costs", "Instruction", "Loop", "costs", "kernels", "least_load_lead", "loops", "role_loops"]
 
 #: Instructions by the unit that executes them.
 _UNITS = {
@@ -195,6 +195,25 @@ def _wgmma(instruction: str, operation: str) -> tuple[float, float]:
     a_in_registers = re.match(r"\S+\s+R\w+,\s*R", instruction)
     read = (0 if a_in_registers else m * k * size) + n * k * size
     return read / _WARPS_OF_A_GROUP, m * n * k / _WARPS_OF_A_GROUP / (2 if eight_bits else 1)
+
+
+def least_load_lead(role: Sequence[Instruction]) -> float:
+    """Stall clocks from a load of global memory to the first use of what it loads, the least of a loop's
+    loads, as a share of the loop's; 1 without loads. A use may be in the next iteration.
+    """
+    leads = [1.0]
+    for at, load in enumerate(role):
+        if load.name == "LDG":
+            first = int(re.findall(r"\bR(\d+)", load.text)[0])
+            words = _access_bytes(load.operation) // (4 * _WARP)
+            loaded = {f"R{register}" for register in range(first, first + words)}
+            clk = load.stall_clk
+            for other in [*role[at + 1 :], *role[:at]]:
+                if loaded & set(re.findall(r"\bR\d+", other.text)):
+                    break
+                clk += other.stall_clk
+            leads.append(clk / sum(instruction.stall_clk for instruction in role))
+    return min(leads)
 
 
 def costs(

@@ -5,8 +5,7 @@ once, into bfloat16 tiles in shared memory that are keys and values at once. A p
 
     scores     S = Q K^T, softmax, P to shared memory; O[:, :256] += P V[:, :256] with P from registers
     values     O[:, 256:] += P V[:, 256:]
-    decoder    decodes rows into one of two sets of tiles, ahead of the other two, and loads each part of the
-               next block into the registers that the same part of this block has left
+    decoder    decodes rows into one of two sets of tiles, ahead of the other two: `gluon_wide_decoder`
 
 A row without tile scales is exact in bfloat16; a value times its tile scale is rounded to it once.
 """
@@ -27,32 +26,14 @@ from sgl_kvpool.attention.gluon_decode import (
     load_queries,
     program_again,
 )
-from sgl_kvpool.attention.gluon_operands import (
-    A_TILE,
-    S_NUMBERS,
-    bf16_operand,
-    block_scales_layout,
-    decoded_e4m3,
-    e2m1_operand,
-    e4m3_values,
-    in_value_order,
-    load_register_parts,
-    row_numbers,
-    row_starts,
-    scores_layout,
-    words_layout,
-    words_of_latent,
-)
+from sgl_kvpool.attention.gluon_operands import A_TILE, S_NUMBERS, in_value_order, scores_layout
+from sgl_kvpool.attention.gluon_wide_decoder import ROPE_IN_REGISTERS, ROWS, WARPS, decoder_role
 from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
-from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
 __all__ = ["gluon_wide_decode_kernel"]
 
-_LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
-#: Rows of a block, query heads of a tile, warps of a warp group.
-_ROWS, _TILE, _W = gl.constexpr(64), gl.constexpr(64), gl.constexpr(4)
-#: Of `load_queries` and `load_register_parts`: the rope is loaded into registers.
-_ROPE_IN_REGISTERS = gl.constexpr(1)
+#: Query heads of a tile.
+_TILE = gl.constexpr(64)
 
 
 @gluon.constexpr_function
@@ -70,7 +51,7 @@ def _out_layout(NOPE):
 @gluon.jit
 def _two_tiles(COLUMNS: gl.constexpr):
     """Rows of two blocks, bfloat16 [2, 64, COLUMNS] in shared memory."""
-    return gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, COLUMNS], A_TILE)
+    return gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], A_TILE)
 
 
 @gluon.jit
@@ -98,8 +79,8 @@ def _scores_role(
     NOPE: gl.constexpr, ROPE: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr,
     SPLIT: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = scores_layout(_ROWS, _W)
-    V: gl.constexpr = scores_layout(R // 2, _W)
+    S: gl.constexpr = scores_layout(ROWS, WARPS)
+    V: gl.constexpr = scores_layout(R // 2, WARPS)
     P: gl.constexpr = gl.DotOperandLayout(0, V, 2)
     HEAD: gl.constexpr = gl.SliceLayout(1, S)
     HEAD_OF_V: gl.constexpr = gl.SliceLayout(1, V)
@@ -108,19 +89,19 @@ def _scores_role(
     top = gl.full([_TILE], LOWEST, gl.float32, HEAD)  # largest score so far, in powers of two
     total = gl.zeros([_TILE], gl.float32, HEAD)
     block = 0
-    for start in range(begin, stop, _ROWS):
+    for start in range(begin, stop, ROWS):
         at = block & 1
         mbarrier.wait(full.index(at), (block >> 1) & 1)
-        s = gl.zeros([_TILE, _ROWS], gl.float32, S)
+        s = gl.zeros([_TILE, ROWS], gl.float32, S)
         for c in gl.static_range(R // 128):
             keys = tiles[c // 2].index(at).slice(c % 2 * 128, 128, dim=1)
             s = warpgroup_mma(queries[c], keys.permute((1, 0)), s, is_async=True)
         if ROPE != "":
             s = warpgroup_mma(rope_queries, ropes.index(at).permute((1, 0)), s, is_async=True)
-        live = (numbers.index(block & 3).load(gl.SliceLayout(0, S)) >= 0)[None, :]
         s = warpgroup_mma_wait(0, deps=[s])
+        live = (numbers.index(block & 3).load(gl.SliceLayout(0, S)) >= 0)[None, :]
         if QUERIES > 1:
-            position = start + gl.arange(0, _ROWS, gl.SliceLayout(0, S))
+            position = start + gl.arange(0, ROWS, gl.SliceLayout(0, S))
             live = live & (position[None, :] < limits.load(HEAD)[:, None])
         s = gl.where(live, s * score_scale, float("-inf"))
         new_top = gl.maximum(top, gl.max(s, 1))
@@ -166,12 +147,12 @@ def _values_role(
     out_token_stride, out_head_stride, R: gl.constexpr, NOPE: gl.constexpr, HEADS: gl.constexpr,
     QUERIES: gl.constexpr, SPLIT: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    V: gl.constexpr = scores_layout(R // 2, _W)
+    V: gl.constexpr = scores_layout(R // 2, WARPS)
     HEAD: gl.constexpr = gl.SliceLayout(1, V)
     _, empty, p_full, p_empty = bars
     o = gl.zeros([_TILE, R // 2], gl.float32, V)
     block = 0
-    for _ in range(begin, stop, _ROWS):
+    for _ in range(begin, stop, ROWS):
         at = block & 1
         mbarrier.wait(p_full, block & 1)  # so the rows have been decoded too
         o = warpgroup_mma(weights, tiles[1].index(at), o * factors.load(HEAD)[:, None], is_async=True)
@@ -191,133 +172,6 @@ def _values_role(
         )
 
 
-@gluon.jit
-def _entries(kv_indices, start, end, kv_indices_stride):
-    """A block of entries of a list from `start`, in the lanes that decode their rows; -1 from `end` on."""
-    position = start + gl.arange(0, _ROWS, gl.SliceLayout(1, words_layout(_W)))
-    return gl.load(kv_indices + position.to(gl.int64) * kv_indices_stride, mask=position < end, other=-1)
-
-
-@gluon.jit
-def _load_words(pool, numbers, AT: gl.constexpr, ROW_STRIDE: gl.constexpr):
-    """64 bytes of every row from byte AT, int32 [rows, 16]; zeros where the number is -1."""
-    rows, live = row_starts(pool, numbers, ROW_STRIDE)
-    column = gl.arange(0, 16, gl.SliceLayout(0, words_layout(_W)))[None, :]
-    at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
-    return gl.load(at + AT // 4, mask=live, other=0)
-
-
-@gluon.jit
-def _load_unit(
-    pool, numbers, u: gl.constexpr, ROW_STRIDE: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    SCALE_AT: gl.constexpr,
-):  # fmt: skip
-    """64 stored bytes of a latent: (words, block scales) or (words,)."""
-    words = _load_words(pool, numbers, 64 * u, ROW_STRIDE)
-    if SCALE == "ue5m3":
-        L: gl.constexpr = gl.SliceLayout(2, block_scales_layout(_W))
-        of_scales = gl.convert_layout(numbers, gl.SliceLayout(1, L), assert_trivial=True)
-        rows, live = row_starts(pool, of_scales, ROW_STRIDE)
-        at = rows + (SCALE_AT + 8 * u) + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
-        return words, gl.load(gl.multiple_of(at, [2, 2]), mask=live, other=0)
-    else:
-        return (words,)
-
-
-@gluon.constexpr_function
-def _tile_scales_layout():
-    """Four scales of a row: lane (g, c) has scale c of rows g and g + 8."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
-
-
-@gluon.jit
-def _load_tile_scales(pool, numbers, ROW_STRIDE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr):
-    """Tile scales, float32 [rows, 4]."""
-    if SCALE == "fp32":
-        L: gl.constexpr = _tile_scales_layout()
-        of_scales = gl.convert_layout(numbers, gl.SliceLayout(1, L), assert_trivial=True)
-        rows, live = row_starts(pool, of_scales, ROW_STRIDE)
-        tile = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-        at = (rows + SCALE_AT).to(gl.pointer_type(gl.float32)) + tile
-        return gl.load(at, mask=live, other=0.0)
-    else:
-        return numbers  # not used
-
-
-@gluon.jit
-def _loads_before_here():
-    """Keeps the loads before it there: ptxas would move all loads of a block behind its decoding."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync -1; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _decoded(unit, of_tiles, u: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, A: gl.constexpr):
-    """What `_load_unit` loaded, as bfloat16 [rows, 128 or 64] in the order of an operand's columns."""
-    if NOPE == "e2m1":
-        return e2m1_operand(unit[0], unit[1], A, _W)
-    elif SCALE == "fp32":
-        tile = gl.arange(0, 4, gl.SliceLayout(0, _tile_scales_layout()))[None, :]
-        scale = gl.sum(gl.where(tile == u // 2, of_tiles, 0.0), 1)
-        x = e4m3_values(unit[0], 0, _W, gl.float32)
-        scale = gl.convert_layout(scale, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
-        return gl.convert_layout((x * scale[:, None]).to(gl.bfloat16), A, assert_trivial=True)
-    else:
-        return decoded_e4m3(unit[0], A, 0, _W)
-
-
-@gluon.jit
-def _decoder_role(
-    pool, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride, row_count,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
-    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr, ROPE: gl.constexpr,
-    ROPE_AT: gl.constexpr,
-):  # fmt: skip
-    A: gl.constexpr = gl.DotOperandLayout(0, scores_layout(_ROWS, _W), 2)
-    UNITS: gl.constexpr = words_of_latent(R, NOPE)
-    HALF: gl.constexpr = UNITS // 2
-    full, empty, _, _ = bars
-    entries = _entries(kv_indices, begin, end, kv_indices_stride)
-    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
-    numbers.index(0).store(coming)
-    units = ()
-    for u in gl.static_range(UNITS):
-        units = units + (_load_unit(pool, coming, u, ROW_STRIDE, NOPE, SCALE, SCALE_AT),)  # noqa: RUF005
-    of_tiles = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
-    rope = load_register_parts(pool, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, _ROPE_IN_REGISTERS, _W)
-    entries = _entries(kv_indices, begin + _ROWS, end, kv_indices_stride)
-    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
-    block = 0
-    for start in range(begin, stop, _ROWS):
-        at = block & 1
-        entries = _entries(kv_indices, start + 2 * _ROWS, end, kv_indices_stride)
-        mbarrier.wait(empty.index(at), ((block >> 1) & 1) ^ 1)
-        numbers.index((block + 1) & 3).store(coming)
-        of_next = ()
-        for u in gl.static_range(UNITS):
-            part = tiles[u // HALF].index(at).slice(u % HALF * (R // UNITS), R // UNITS, dim=1)
-            part.store(_decoded(units[u], of_tiles, u, NOPE, SCALE, A))
-            of_next = of_next + (  # noqa: RUF005
-                _load_unit(pool, coming, u, ROW_STRIDE, NOPE, SCALE, SCALE_AT),
-            )
-            if SCALE != "fp32" or u % 2 == 1:
-                _loads_before_here()
-        if ROPE == "bf16":
-            ropes.index(at).store(bf16_operand(rope[0], rope[1], A, _W))
-        elif ROPE != "":
-            EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
-            ropes.index(at).store(decoded_e4m3(rope[0], A, EXPONENT, _W))
-        rope = load_register_parts(pool, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, _ROPE_IN_REGISTERS, _W)
-        units = of_next
-        of_tiles = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
-        fence_async_shared()
-        mbarrier.arrive(full.index(at), count=1)
-        coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
-        block += 1  # noqa: SIM113
-
-
 @gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
 def gluon_wide_decode_kernel(
     q_ptr, q_rope_ptr, pool_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
@@ -327,8 +181,7 @@ def gluon_wide_decode_kernel(
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    SCALE_AT: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr,
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`."""
@@ -336,7 +189,7 @@ def gluon_wide_decode_kernel(
     TILES: gl.constexpr = (QUERIES * HEADS + _TILE - 1) // _TILE
     tile, split, group = place_of(gl.program_id(0), splits, TILES, SPLIT)
     list_index, length, begin, end = rows_of_part(
-        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, _ROWS, SPLIT
+        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, ROWS, SPLIT
     )
     is_part = False
     if SPLIT:
@@ -354,8 +207,8 @@ def gluon_wide_decode_kernel(
     for _ in gl.static_range(R // 128):
         queries = queries + (gl.allocate_shared_memory(gl.bfloat16, [_TILE, 128], A_TILE),)  # noqa: RUF005
     rope_queries = gl.allocate_shared_memory(gl.bfloat16, [_TILE, 64], A_TILE)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [_TILE, _ROWS], A_TILE)
-    numbers = gl.allocate_shared_memory(gl.int32, [4, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weights = gl.allocate_shared_memory(gl.bfloat16, [_TILE, ROWS], A_TILE)
+    numbers = gl.allocate_shared_memory(gl.int32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # What results are multiplied by before those of a block are added, and at the end.
     factors = gl.allocate_shared_memory(gl.float32, [_TILE], S_NUMBERS)
     limits = gl.allocate_shared_memory(gl.int32, [_TILE], S_NUMBERS)
@@ -370,15 +223,17 @@ def gluon_wide_decode_kernel(
     mbarrier.init(p_empty, count=1)
     load_queries(
         queries, rope_queries, q_ptr, q_rope_ptr, q_token_stride, q_head_stride, q_rope_token_stride,
-        q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, _TILE, _ROPE_IN_REGISTERS, _W,
+        q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, _TILE, ROPE_IN_REGISTERS, WARPS,
     )  # fmt: skip
     if QUERIES > 1:
-        PER_HEAD: gl.constexpr = gl.SliceLayout(1, scores_layout(_ROWS, _W))
+        PER_HEAD: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS, WARPS))
         token, _, _ = heads_of_tile(tile, group, HEADS, QUERIES, _TILE, PER_HEAD)
         limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, bound), length))
     fence_async_shared()
     bars = (full, empty, p_full, p_empty)
-    # A thread of the values' and the decoder's warps has 160 and 144 registers, one of the scores' 200.
+    # Registers of a thread: 160 in the values' warps, the least that ptxas takes, and what is left of 504 in
+    # the scores'. If the decoder has more than it needs, ptxas begins with the next block's parts earlier.
+    DECODER_REGISTERS: gl.constexpr = 144 if SCALE == "fp32" else 128
     gl.warp_specialize([
         (_scores_role, (
             queries, rope_queries, tiles, ropes, numbers, weights, factors, limits, bars, begin, stop,
@@ -390,8 +245,8 @@ def gluon_wide_decode_kernel(
             tiles, weights, factors, bars, begin, stop, out_ptr, partial_ptr, is_part, splits, query_heads,
             out_token_stride, out_head_stride, R, NOPE, HEADS, QUERIES, SPLIT, TILES,
         )),
-        (_decoder_role, (
+        (decoder_role, (
             pool_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride,
             row_count, ROW_STRIDE, PAGE, PAGE_ROWS, SPAN, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT,
         )),
-    ], [_W, _W], [160, 144])  # fmt: skip
+    ], [WARPS, WARPS], [160, DECODER_REGISTERS])  # fmt: skip

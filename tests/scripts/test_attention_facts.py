@@ -30,10 +30,11 @@ COMMON = {
 }  # fmt: skip
 FIELDS = COMMON | {
     "registers", "spilled_bytes", "shared_bytes", "programs_per_sm", "draining_waits_per_block",
+    "least_load_lead",
 }  # fmt: skip
 #: Fields of which more is better; of all others less is. Registers are not compared: their cost shows in
 #: programs and spills.
-MORE_IS_BETTER = {"programs_per_sm"}
+MORE_IS_BETTER = {"programs_per_sm", "least_load_lead"}
 NOT_COMPARED = {
     "layout", "kernel", "heads", "tiles", "registers", "busiest_unit", "limit_g_rows_per_s",
     "expected_g_rows_per_s",
@@ -112,6 +113,12 @@ def test_programs_that_the_table_expects_fit_an_sm():
         assert of[layout.value, tile.kernel, tile.query_heads]["programs_per_sm"] >= tile.programs_per_sm
 
 
+def test_wide_loads_rows_half_a_block_before_their_use():
+    leads = [found["least_load_lead"] for found in COSTS if found["kernel"] == "gluon_wide"]
+    assert len(leads) == 9
+    assert min(leads) >= 0.5
+
+
 def test_the_page_has_these_counts():
     page = attention_facts.PAGE.read_text()
     assert attention_facts.page_of(ALL_COSTS, page) == page
@@ -126,6 +133,7 @@ def test_the_page_has_these_counts():
         ("special_clk_per_row", 0.01, True),
         ("stall_clk_per_row", 0.01, True),
         ("programs_per_sm", -1, True),
+        ("least_load_lead", -0.01, True),
         ("draining_waits_per_block", 1, True),
     ],
 )
@@ -262,6 +270,7 @@ def test_costs_by_hand():
     assert found.draining_waits == 1
     assert found.scoreboard_waits == 2
     assert found.stall_clk == (2 + 15 + 7 * 1 + 4 + 5) / 16 / 2
+    assert loop_costs.least_load_lead(loop.instructions) == 2 / 33
 
 
 def test_costs_of_roles():
@@ -279,5 +288,8 @@ def test_costs_of_roles():
     assert both.clk["special"] == 2 / 4
     assert both.stall_clk == alone.stall_clk == 33 / 16
     assert both.scoreboard_waits == 3
+    assert loop_costs.least_load_lead(roles[1]) == 2 / 20
+    assert loop_costs.least_load_lead(roles[1][:4]) == 10 / 12  # its next use is in the next iteration
+    assert loop_costs.least_load_lead(roles[1][:3]) == 1
     with pytest.raises(ValueError, match="UTMALDG"):
         loop_costs.costs(roles, 16, 4)
