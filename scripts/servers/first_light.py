@@ -41,7 +41,7 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
         ),
         tiles(16, 55, 75) if on_gpu else tiles(2, 60, 150),
         quick("attention", "mla_decode beside FlashMLA, if it is installed", 65, 50, "--minutes", "0.8"),
-        *([tiles(8, 35, 45), tiles(32, 35, 45)] if on_gpu else []),
+        *([tiles(8, 35, 45), tiles(32, 35, 45), tiles(64, 18, 25)] if on_gpu else []),
         quick("codec", "speed of the codec", 28, 18),
         quick("transfer", "transfer engines beside a pinned copy", 60, 50),
     ]  # fmt: skip

@@ -34,7 +34,7 @@ GOOD = Measurement("answer", 42.0, "s", "fact")
 def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     steps = first_light_steps(ONLY_TORCH, on_gpu=True)
     assert [step.name for step in steps] == [
-        *("tests-core", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "codec-quick"),
+        *("tests-core", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "tiles-64", "codec-quick"),
         "transfer-quick",
     ]
     assert [ONLY_TORCH.missing(step.needs) or step.without for step in steps] == [""] * len(steps)

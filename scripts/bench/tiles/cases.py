@@ -13,8 +13,8 @@ from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = ["CPU_HEADS", "HEADS", "checks", "jobs", "other_splits", "tile_of", "tiles"]
 
-#: Query heads per rank: those of DeepSeek, Kimi and GLM with TP 8, and one larger number.
-HEADS = (16, 8, 32)
+#: Query heads per list: those of DeepSeek, Kimi and GLM with TP 8, without drafts and with four.
+HEADS = (16, 8, 32, 64)
 CPU_HEADS = (2,)
 _TOP_K = 2048
 #: (block_rows, warps, stages, programs_per_sm). 128 decoded rows take 144 KB of shared memory, 64 take 72 KB;
@@ -29,9 +29,9 @@ _GLUON_SHAPES: dict[SegmentEncoding, tuple[tuple[int, int, int, int], ...]] = {
     SegmentEncoding.E4M3_IN_TILES: ((8, 8, 1, 1), (16, 4, 1, 0)),
     SegmentEncoding.E2M1_IN_BLOCKS: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 4, 2, 1), (16, 8, 1, 0), (32, 8, 1, 0)),
 }
-#: Query heads per tile that are compared, by heads: those of the smallest tile that holds all heads; for 8
-#: heads also a larger tile, for 32 heads also two tiles of 16.
-_QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16)}
+#: Query heads per tile that are compared, by heads: those of the smallest tile that holds all heads, and the
+#: next larger or two of the next smaller one. Tiles of 64 are `gluon_wide`'s alone.
+_QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16, 64), 64: (64, 32)}
 
 
 def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[TileConfig]:
@@ -51,7 +51,7 @@ def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[
             for query_heads, warps, programs, register_parts in _GLUON_SHAPES.get(layout.latent, ())
             if query_heads == heads
         ]
-    for query_heads in wanted:
+    for query_heads in (own for own in wanted if own < 64):
         for rows, warps, stages, programs in shapes:
             found.append(TileConfig(query_heads, rows, warps, stages, programs))
     return list(dict.fromkeys(found))

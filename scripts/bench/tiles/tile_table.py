@@ -90,10 +90,11 @@ class _Times:
 def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
 
-    Tiles of 16 query heads are judged with 16 heads, tiles of 32 with 32 heads. Tiles of 8 enter the table if
-    8 heads are clearly faster with them than with tiles of 16, and leave it if they are slower. Tiles of 32
-    leave it if two tiles of 16 are clearly faster for 32 heads. Entries without measurements stay. Layouts
-    that encode latents alike share their tiles: a tile that is wrong for one of them is not chosen.
+    Tiles of a number of query heads are judged with that number of heads. Tiles of 8 enter the table if 8
+    heads are clearly faster with them than with tiles of 16, and leave it if they are slower; so do tiles of
+    32 against tiles of 64. Tiles of 32 or 64 leave it if two of half as many are clearly faster. Entries
+    without measurements stay. Layouts that encode latents alike share their tiles: a tile that is wrong for
+    one of them is not chosen.
     """
     by_layout = {
         layout: _Times(own)
@@ -123,34 +124,35 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
     def say(text: str) -> None:
         choice.reasons.append(f"{layout}: {text}")
 
-    for heads in (16, 32):
-        best = times.best(heads, heads, current.get(heads))
-        if best is None:
+    for heads in (16, 32, 64):
+        old, best = current.get(heads), times.best(heads, heads, current.get(heads))
+        if old is None or best is None:
             continue
         chosen[heads] = best
-        old = current.get(heads)
-        if old is None or old == best:
+        if old == best:
             say(f"{heads} heads: {_name(best)}, as in the table")
         elif old in times.wrong or times.ratio(heads, best, old) is None:
             say(f"{heads} heads: {_name(best)}; the table's ({_name(old)}) is wrong or was not measured")
         else:
             say(f"{heads} heads: {_name(best)}, {_ratio(times, heads, best, old)} the table's ({_name(old)})")
-    usual = chosen.get(16)
-    small = times.best(8, 8, current.get(8))
-    if usual is not None and small is not None and (ratio := times.ratio(8, small, usual)) is not None:
-        chosen[8] = small
-        verdict = ""
-        if ratio > (1.0 if 8 in current else ADDS):
-            del chosen[8]
-            verdict = ": the table gets no tile of 8"
-        say(f"8 heads: {_name(small)}, {_ratio(times, 8, small, usual)} a tile of 16{verdict}")
-    large = chosen.get(32)
-    if usual is not None and large is not None and (ratio := times.ratio(32, usual, large)) is not None:
-        verdict = ""
-        if ratio <= ADDS:
-            del chosen[32]
-            verdict = ": the table gets no tile of 32"
-        say(f"32 heads, two tiles of 16: {_ratio(times, 32, usual, large)} a tile of 32{verdict}")
+    for few, many in ((8, 16), (32, 64)):
+        small, usual = times.best(few, few, chosen.get(few)), chosen.get(many)
+        if usual is not None and small is not None and (ratio := times.ratio(few, small, usual)) is not None:
+            chosen[few] = small
+            verdict = ""
+            if ratio > (1.0 if few in current else ADDS):
+                del chosen[few]
+                verdict = f": the table gets no tile of {few}"
+            say(f"{few} heads: {_name(small)}, {_ratio(times, few, small, usual)} a tile of {many}{verdict}")
+    for few, many in ((16, 32), (32, 64)):
+        usual, large = chosen.get(few), chosen.get(many)
+        if usual is not None and large is not None and (ratio := times.ratio(many, usual, large)) is not None:
+            verdict = ""
+            if ratio <= ADDS:
+                del chosen[many]
+                verdict = f": the table gets no tile of {many}"
+            both = _ratio(times, many, usual, large)
+            say(f"{many} heads, two tiles of {few}: {both} a tile of {many}{verdict}")
     choice.tiles[layout] = tuple(chosen[query_heads] for query_heads in sorted(chosen))
 
 

@@ -54,10 +54,12 @@ def test_tiles_are_distinct_and_include_those_of_the_table(layout):
     for heads in cases.HEADS:
         found = cases.tiles(layout, heads)
         assert len(set(found)) == len(found)
-        assert {t.query_heads for t in found} == {8: {8, 16}, 16: {16}, 32: {16, 32}}[heads]
+        wide = {64} if layout.needs_decoding else set()
+        wanted = {8: {8, 16}, 16: {16}, 32: {16, 32} | wide, 64: {32} | wide}[heads]
+        assert {t.query_heads for t in found} == wanted
         own = {t for name, t in table() if name is layout and t.query_heads in {t.query_heads for t in found}}
         assert own <= set(found)
-        for query_heads in {t.query_heads for t in found}:
+        for query_heads in wanted - {64}:
             shapes = {
                 (t.block_rows, t.warps, t.programs_per_sm) for t in found if t.query_heads == query_heads
             }
@@ -139,15 +141,13 @@ TABLE = [
 
 @pytest.fixture(autouse=True)
 def present(monkeypatch):
-    """`present(more)`: the table has these tiles of `fp4` too."""
+    """`present(more)`: the table has these layouts' tiles too."""
 
     def change(*more):
         monkeypatch.setattr(
             tile_table,
             "table",
-            lambda kernel="gluon": iter(
-                [*TABLE, *((FP4, own) for own in more), *(TRITON if kernel == "triton" else ())]
-            ),
+            lambda kernel="gluon": iter([*TABLE, *more, *(TRITON if kernel == "triton" else ())]),
         )
 
     change()
@@ -200,7 +200,7 @@ def test_a_tile_that_is_wrong_anywhere_is_left_out(status):
 def test_tiles_of_eight_where_they_are_clearly_faster(present, us, is_there, query_heads):
     """A tile of 8 query heads is added where it saves 3 % of the time, and removed where it is slower."""
     if is_there:
-        present(tile(8, FAST))
+        present((FP4, tile(8, FAST)))
     rows = [row(100, 16, tile(16, SLOW)), row(100, 8, tile(16, SLOW)), row(us, 8, tile(8, FAST))]
     assert [t.query_heads for t in chosen(rows)] == query_heads
 
@@ -211,6 +211,28 @@ def test_no_tiles_of_32_where_two_of_16_are_clearly_faster(us, query_heads):
     assert [t.query_heads for t in chosen([*rows, row(us, 32, tile(16, FAST))])] == query_heads
     # Two tiles of another shape than the one chosen for 16 heads say nothing.
     assert [t.query_heads for t in chosen([*rows, row(us, 32, tile(16, SLOW))])] == [16, 32]
+
+
+WIDE = TileConfig(64, 64, 4, 1, 1, "gluon_wide")
+
+
+@pytest.mark.parametrize(
+    ("us", "is_there", "query_heads"),
+    [(96, False, [16, 32, 64]), (98, False, [16, 64]), (98, True, [16, 32, 64]), (101, True, [16, 64])],
+)
+def test_tiles_of_32_where_they_are_clearly_faster_than_half_of_64(present, us, is_there, query_heads):
+    """Of `fp8`, whose table has no tile of 32 here."""
+    fp8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+    present((fp8, WIDE), *([(fp8, tile(32, SLOW))] if is_there else []))
+    rows = [row(100, 32, WIDE, layout="fp8"), row(us, 32, tile(32, SLOW), layout="fp8")]
+    assert [t.query_heads for t in chosen(rows, fp8)] == query_heads
+
+
+@pytest.mark.parametrize(("us", "query_heads"), [(96, [16, 32]), (98, [16, 32, 64])])
+def test_no_tiles_of_64_where_two_of_32_are_clearly_faster(present, us, query_heads):
+    present((FP4, WIDE))
+    rows = [row(100, 64, WIDE), row(us, 64, tile(32, SLOW))]
+    assert [t.query_heads for t in chosen(rows)] == query_heads
 
 
 def test_the_text_is_the_table():
