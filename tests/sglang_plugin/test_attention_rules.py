@@ -10,6 +10,7 @@ import pytest
 from codec_oracle import LAYOUTS
 
 from sgl_kvpool.attention.readers import KVPOOL_DEVICES
+from sgl_kvpool.sglang_plugin.hooks import server_args
 from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_ALGORITHMS
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES
 
@@ -74,7 +75,10 @@ def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch
 
     plain = attention_backends_of(resolving_view(resolve(checkpoints["mla"], device="cuda")))
     assert plain[0] != OURS
+    lines = []
+    monkeypatch.setattr(server_args.logger, "info", lambda text, *values: lines.append(text % values))
     assert serve("cuda", "bf16") == plain
+    assert lines == ["sgl-kvpool: SGLang chooses the attention backend; its own read bf16"]
     assert serve("cuda", "bf16", "--kv-cache-arrangement", "token_major") == plain
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")  # only kvpool_mla's prefill does
     assert serve("cuda", "bf16") == (OURS, OURS)

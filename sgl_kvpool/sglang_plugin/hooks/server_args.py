@@ -231,7 +231,8 @@ def _choose_backend(server_args):
         declare_resolution(server_args, _SOURCE, **{f"{phase}_attention_backend": KVPOOL_BACKEND})
     if common is None and None in phases:
         if not attention_rules.is_chosen(layout, arrangement, view.device, view.dcp_size):
-            return  # SGLang's choice, which the last step checks
+            logger.info("sgl-kvpool: SGLang chooses the attention backend; its own read %s", layout)
+            return  # the last step checks its choice
         declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     attention_rules.check_backends(layout, arrangement, view)
     if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
