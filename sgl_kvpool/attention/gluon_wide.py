@@ -182,7 +182,8 @@ def gluon_wide_decode_kernel(
     score_scale, value_scale,
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
+    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`."""
     gl.static_assert(BLOCK_H == _TILE)
