@@ -8,6 +8,7 @@ from sgl_kvpool.attention import compiled, decode_checks
 from sgl_kvpool.attention.cpu import attend, merge
 from sgl_kvpool.attention.decode_config import (
     DEFAULT_SM_COUNT,
+    INVARIANT_LISTS,
     MAX_PROGRAMS_PER_SM,
     MAX_ROUNDS,
     DecodeConfig,
@@ -31,6 +32,7 @@ def workspace_bytes(
     *,
     queries_per_list: int = 1,
     sm_count: int = DEFAULT_SM_COUNT,
+    batch_invariant: bool = False,
 ) -> int:
     """Bytes of a `DecodeWorkspace` for all batches of up to `max_tokens` queries.
 
@@ -47,12 +49,17 @@ def workspace_bytes(
         Value passed to `mla_decode`. A workspace for several values needs the maximum of their sizes.
     sm_count : int
         Streaming multiprocessors of the device.
+    batch_invariant : bool
+        Value passed to `mla_decode`.
     """
     most = 0
+    lists = max(1, max_tokens // queries_per_list)
+    if batch_invariant:
+        config = decode_config(fmt, heads, queries_per_list, INVARIANT_LISTS, max_rows, sm_count)
+        return partial_elements(fmt, lists * queries_per_list, heads, config.splits) * torch.float32.itemsize
     # Larger batches need no check: if there are more lists than programs in `MAX_ROUNDS` rounds, no list is
     # split.
-    lists = min(max(1, max_tokens // queries_per_list), MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count)
-    for count in range(1, lists + 1):
+    for count in range(1, min(lists, MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count) + 1):
         config = decode_config(fmt, heads, queries_per_list, count, max_rows, sm_count)
         most = max(most, partial_elements(fmt, count * queries_per_list, heads, config.splits))
     return most * torch.float32.itemsize
@@ -95,6 +102,7 @@ def mla_decode(
     lse: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     max_rows: int | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of absorbed MLA queries over stored rows, which are read once and decoded in registers.
 
@@ -135,6 +143,10 @@ def mla_decode(
         Memory for partial results; allocated for this call by default.
     max_rows : int, optional
         The caller's bound on the largest `kv_lens`, at most M. Only the number of splits depends on it.
+    batch_invariant : bool
+        Whether the bits of a query's result must not depend on the other lists of the call: lists are then
+        split as in a batch of `INVARIANT_LISTS`. With one query per list, calls of the same M or `max_rows`
+        give a query the same bits in any batch.
 
     Returns
     -------
@@ -186,7 +198,8 @@ def mla_decode(
 
     decode_checks.pool_on_cuda(pool, fmt)
     bound = kv_indices.shape[1] if max_rows is None else min(max_rows, kv_indices.shape[1])
-    config = decode_config(fmt, heads, queries_per_list, groups, bound, sm_count_of(pool.device))
+    split_for = INVARIANT_LISTS if batch_invariant else groups
+    config = decode_config(fmt, heads, queries_per_list, split_for, bound, sm_count_of(pool.device))
     partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
     launch(params, partial, config)
     return out, lse

@@ -34,6 +34,9 @@ MAX_ROUNDS = 2
 #: as much traffic as 157 rows of `fp4`; a list with one split writes no partial results.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
+#: Number of lists for which a batch-invariant call is split, whatever their number: on an H100 16 splits for
+#: one tile of query heads, so that a single long list uses 16 programs instead of 256.
+INVARIANT_LISTS = 16
 #: Maximum number of values per row that a program's accumulators hold.
 MAX_LATENT_RANK = 512
 

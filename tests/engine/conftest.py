@@ -53,6 +53,8 @@ READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 #: The demo model, saying what pool it is served from.
 WATCHED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "watched_models", "PYTHONPATH": str(HERE)}
 
+INVARIANT = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "invariant_models", "PYTHONPATH": str(HERE)}
+
 #: name: (arguments, environment). "{tmp}" is a folder of the server's own.
 CONFIGURATIONS = {
     # SGLang as it is: without the plugin, with it, and on another version of SGLang with it.
@@ -85,6 +87,13 @@ CONFIGURATIONS = {
         [LAYOUT, "fp4", *host_tier.ARGUMENTS],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "lossy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
+    # Deterministic: each prompt in one prefill, or in chunks of 48 tokens.
+    "deterministic": ([LAYOUT, "fp4", "--enable-deterministic-inference"], INVARIANT),
+    "deterministic-chunks": (
+        [LAYOUT, "fp4", "--enable-deterministic-inference", "--chunked-prefill-size", "48"],
+        INVARIANT,
+    ),
+    "plain-chunks": ([LAYOUT, "fp4", "--chunked-prefill-size", "48"], {}),
     # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],

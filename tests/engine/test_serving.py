@@ -180,6 +180,30 @@ def test_prefill_reads_rows_only_if_asked(record):
     assert line not in record("bf16")["log"]
 
 
+# ------------------------------------------------------------------ deterministic servers
+
+
+def output_logprobs(answers):
+    return [[entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+
+
+@pytest.mark.engine("fp4", "plain-chunks", "deterministic", "deterministic-chunks")
+def test_a_deterministic_server_gives_the_same_bits(record):
+    """Alone and in a batch, without and with a prefix hit, in one chunk and in several."""
+    whole, chunks = record("deterministic"), record("deterministic-chunks")
+    alone = output_logprobs(whole["first"])
+    assert [len(row) for row in alone] == [24] * 4
+    assert cached(whole["batch"]) != cached(whole["first"])
+    assert output_logprobs(whole["batch"]) == alone
+    assert output_logprobs(chunks["first"]) == output_logprobs(chunks["batch"]) == alone
+    assert logprobs(chunks["prompt"]) == logprobs(whole["prompt"])
+    assert tokens(whole["first"]) == tokens(chunks["batch"])
+    # A server that is not deterministic shows which tokens were in a chunk, and which in its prefix.
+    plain = record("plain-chunks")
+    assert output_logprobs(plain["batch"]) != output_logprobs(plain["first"])
+    assert tokens(record("fp4")["first"]) == tokens(whole["first"])
+
+
 # ------------------------------------------------------------------ arrangements
 
 

@@ -336,3 +336,48 @@ def test_padding_tokens_of_a_decode_batch():
     found = case.backend.forward_decode(q, k, k, case.layer, batch, q_rope=q_rope, k_rope=k_rope)
     close(found[:3], case.wanted(fresh_as_computed=False))
     assert not found[3:].any()
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), PLACED_LAYOUTS)
+def test_a_deterministic_server_gives_a_token_the_same_bits(layout, arrangement):
+    """Alone and beside others, in one chunk and in several, after a prefix and as a decode."""
+    from sglang.srt.runtime_context import get_exec
+
+    lengths = [150, 9, 33]  # 150 rows are two splits
+    with get_exec().deterministic.override(enable_deterministic_inference=True):
+        case = Case(layout, lengths, [0, 0, 0], arrangement)
+    every = [
+        case.requests,
+        case.slots,
+        case.keys,
+        [torch.randn(n, HEADS, RANK + ROPE, device=DEVICE).bfloat16() for n in lengths],
+    ]
+
+    def run(which, prefixes, ends, mode="EXTEND"):
+        """Results of the tokens from `prefixes` to `ends`, by request."""
+        case.requests = [every[0][one] for one in which]
+        case.slots, case.keys, queries = (
+            [part[one][:end] for one, end in zip(which, ends, strict=True)] for part in every[1:]
+        )
+        case.prefixes, case.lengths = prefixes, ends
+        case.inputs = lambda: (
+            torch.cat([q[p:] for q, p in zip(queries, prefixes, strict=True)]),
+            torch.cat([k[p:] for k, p in zip(case.keys, prefixes, strict=True)]),
+            {},
+        )
+        out = case.run(mode).view(-1, HEADS, RANK)
+        return out.split([end - p for end, p in zip(ends, prefixes, strict=True)])
+
+    whole, small, other = run([0, 1, 2], [0, 0, 0], lengths)
+    assert torch.isfinite(whole).all()
+    assert torch.equal(run([0], [0], [150])[0], whole)
+    *_, beside = run([2, 1, 0], [0, 4, 0], [33, 9, 131])
+    assert torch.equal(beside, whole[:131])
+    rest, last = run([0, 2], [131, 32], [150, 33])
+    assert torch.equal(rest, whole[131:])
+    assert torch.equal(last, other[32:])
+    decoded = run([1, 0], [8, 149], [9, 150], "DECODE")
+    assert torch.equal(torch.cat(decoded), torch.stack([small[-1], whole[-1]]))
+    # Otherwise the number of splits follows the batch, and prefill is another kernel.
+    case.backend.deterministic = False
+    assert not torch.equal(run([0], [149], [150], "DECODE")[0], run([0], [120], [150])[0][-1:])

@@ -153,7 +153,6 @@ def test_rocm_calls_its_device_cuda(serve, monkeypatch):
 
 #: Arguments -> the message of our check, or of SGLang's earlier check.
 REFUSED = {
-    ("--enable-deterministic-inference",): "deterministic inference",
     ("--enable-two-batch-overlap",): "^--enable-two-batch-overlap does not work.*kvpool_mla: the backends",
     ("--enable-mis",): "^--enable-mis does not work.*masks between the items",
     ("--cuda-graph-backend-prefill", "full"): "^--cuda-graph-backend-prefill full does not.*use breakable",
@@ -170,7 +169,6 @@ def test_what_is_refused_beside_ours(serve, argv, layout):
 
 #: Field of each of `BACKEND_FEATURES` -> a value with which the feature is in use.
 IN_USE = {
-    "enable_deterministic_inference": True,
     "enable_two_batch_overlap": True,
     "enable_pdmux": True,
     "enable_prefill_cp": True,
@@ -210,6 +208,28 @@ def test_every_feature(field, value):
         check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
     setattr(view, field, None)
     check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
+
+
+DETERMINISTIC = "--enable-deterministic-inference"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_deterministic_server(serve, device):
+    """Ours is taken before SGLang chooses a backend of its own; with it SGLang keeps the prefix cache."""
+    assert serve(device, "fp4", DETERMINISTIC) == (OURS, OURS)
+    with pytest.raises(ValueError, match=f"^{DETERMINISTIC} does not work with .*: the queries of a verif"):
+        serve("cuda", "fp4", DETERMINISTIC, *SPECULATIVE)
+    with pytest.raises(ValueError, match="^--kv-host-layout fp4 rounds rows that come back .*leave out one$"):
+        serve(
+            device,
+            "bf16",
+            DETERMINISTIC,
+            "--enable-hierarchical-cache",
+            "--kv-host-layout",
+            "fp4",
+            "--attention-backend",
+            OURS,
+        )
 
 
 def test_models_beyond_the_kernels(serve):

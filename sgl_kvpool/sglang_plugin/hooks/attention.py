@@ -84,6 +84,10 @@ def _forward_method(attention: Any, forward_batch: Any):
     """How DeepSeek's attention computes a batch: absorbed, or in the MHA form, in one or several chunks."""
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
+    from sgl_kvpool.srt.attention.decode_verify import is_deterministic
+
+    if is_deterministic():
+        return _absorbed(attention, forward_batch)
     return attention_backend_handler._handle_attention_backend(attention, forward_batch, _LIKE)
 
 

@@ -39,7 +39,7 @@ uses(f"{_ARG_GROUPS}.resolution_hooks.register_resolution_hook", "arguments", ta
 uses(f"{_ARG_GROUPS}.overrides.declare_resolution", "arguments", takes=("server_args", "source"))
 uses(f"{_ARG_GROUPS}.overrides.resolving_view", "arguments", takes=("server_args",))
 uses(f"{_ARG_GROUPS}.overrides.model_config_of", "arguments", takes=("server_args",))
-fields("cuda_graph_config", "kv_cache_dtype", "page_size")
+fields("cuda_graph_config", "kv_cache_dtype", "page_size", "rl_on_policy_target")
 
 
 def require_decided(server_args: Any) -> None:
@@ -63,12 +63,18 @@ def _install() -> None:
     if _installed:
         return
     _installed = True
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     for name, step in STEPS.items():
         register_resolution_hook(name)(step)
     add_attention_backend_choices([KVPOOL_BACKEND])
+    add_deterministic_attention_backend_choices([KVPOOL_BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([KVPOOL_BACKEND])
     # Keywords are added last, and flags by a hook after this: if a line above fails, SGLang rejects them as
     # unknown.
     _extend_engine()
@@ -243,6 +249,15 @@ def _choose_backend(server_args):
             declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
 
 
+def _choose_deterministic_backend(server_args):
+    """Before SGLang's step for deterministic servers, which names a backend where none is named."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    if view.enable_deterministic_inference or view.rl_on_policy_target is not None:
+        _choose_backend(server_args)
+
+
 def _finish(server_args):
     """After SGLang's last step, refuse resolved arguments that contradict the options.
 
@@ -291,6 +306,7 @@ def _finish(server_args):
 STEPS: Mapping[str, Callable] = {
     "handle_deprecated_dp_attention": _step(_decide),
     "handle_model_specific_adjustments": _step(_check_model),
+    "handle_deterministic_inference": _step(_choose_deterministic_backend),
     "handle_attention_backend_compatibility": _step(_choose_backend),
     "validate_deepep_v2_dispatch_token_budget": _step(_finish, first=False),
 }

@@ -125,7 +125,6 @@ _SPARSE_CP = "requests without a token on a rank shift where SGLang looks for th
 
 #: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
-    Feature("enable_deterministic_inference", "its results may depend on the batch in their last bits"),
     Feature("enable_two_batch_overlap", "the backends of its halves have not been shown to agree"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
     Feature("enable_prefill_cp", _PREFILL_CP),
@@ -148,6 +147,10 @@ BACKEND_FEATURES = (
 
 #: Arguments of speculative decoding that `kvpool_mla` does not support.
 DRAFT_FEATURES = (
+    Feature(
+        "enable_deterministic_inference",
+        "the queries of a verification share the splits of their list, which follow from the longest one",
+    ),
     Feature("speculative_draft_window_size", "its draft backends attend whole sequences", in_use=_is_given),
     Feature(
         "speculative_adaptive",
@@ -163,6 +166,7 @@ DCP_FEATURES = (
         "every rank's draft reads all rows, and SGLang's pool of a dense draft would keep those of one rank",
         in_use=_is_given,
     ),
+    Feature("enable_deterministic_inference", "results of ranks are merged in an order of the batch"),
     Feature("enable_hierarchical_cache", "its transfers take slots for rows of this rank"),
     Feature("disaggregation_mode", "the rows of a page are on several ranks", in_use=disaggregates),
     above_one("attn_dp_size", "batches that are padded for other ranks have not been tested"),

@@ -27,6 +27,7 @@ uses(
     "model rules",
     takes=("num_hidden_layers", "pp_rank", "pp_size"),
 )
+fields("enable_deterministic_inference")
 fields("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "hicache_storage_backend")
 fields("disaggregation_decode_enable_offload_kvcache")
 fields("enable_linear_replayssm", "enable_linear_replayssm_spec", "pp_size")
@@ -79,6 +80,11 @@ def check_host_tier(
             f"{HOST_ENGINE.flag} copy_engine copies rows as they are, and {HOST_LAYOUT.flag} "
             f"{options.layout} changes them; use {HOST_ENGINE.flag} staged, which encodes into a buffer from "
             f"which the copy engine takes them, or use {HOST_ENGINE.flag} kernel"
+        )
+    if view.enable_deterministic_inference and options.host_layout(layout) is not layout:
+        raise Refusal(
+            f"{HOST_LAYOUT.flag} {options.layout} rounds rows that come back from the host tier, so with "
+            "--enable-deterministic-inference an answer would depend on where its prefix was; leave out one"
         )
     if options.serves(layout, arrangement, view.device):
         _check_host_arguments(layout, view)

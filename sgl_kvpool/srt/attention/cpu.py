@@ -15,7 +15,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sgl_kvpool import env
 from sgl_kvpool.attention import compiled
 from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
+from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.attention.decode_verify import is_deterministic, tokens_as_lists
 from sgl_kvpool.srt.attention.layers import check_layers, pool_of
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
@@ -30,7 +32,8 @@ class KVPoolMLABackend(AttentionBackend):
     """MLA attention over a pool of rows (`RowPool`), on the CPU.
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
-    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool.
+    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool. A
+    deterministic server attends every token by itself.
     ValueError for another pool, or for layers that this backend does not compute (sliding windows,
     logit caps).
     """
@@ -48,6 +51,8 @@ class KVPoolMLABackend(AttentionBackend):
 
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         compiled.module()  # compiled now, not by the first request
+        self.deterministic = is_deterministic()
+        self._lists: tuple[torch.Tensor, torch.Tensor] | None = None  # of a deterministic server
         self.reader = RowReader(pool.row_format)
         self._requests: list[Request] = []
         self._kv_indices = torch.empty(0, dtype=torch.int64)
@@ -61,6 +66,10 @@ class KVPoolMLABackend(AttentionBackend):
     @overrides
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Collect the row numbers of this batch; they are the same for every layer."""
+        if self.deterministic:
+            self._rows_to_write.forget()
+            self._lists = tokens_as_lists(forward_batch)
+            return
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             queries = [1] * len(seq_lens)
@@ -147,6 +156,14 @@ class KVPoolMLABackend(AttentionBackend):
             rope = q_rope.reshape(tokens, heads, fmt.qk_rope_head_dim)
             query = torch.cat([q.reshape(tokens, heads, rank), rope], dim=-1)
         rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
+        if self._lists is not None:
+            kv_lens, lists = self._lists
+            out, _ = mla_decode(
+                query, rows, self.req_to_token_pool.req_to_token, kv_lens, fmt, layer.scaling,
+                pool.k_scale(layer.layer_id), list_index=lists, page=pool.page_stride,
+            )  # fmt: skip
+            return out.reshape(tokens, heads * rank)
+        query = query.float()
         out, lse = self.reader.attend(
             query, rows, self._kv_indices, self._plan, layer.scaling, k_scale=pool.k_scale(layer.layer_id)
         )

@@ -45,11 +45,14 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.dcp import take_own_prefixes
 from sgl_kvpool.srt.attention.decode_verify import (
+    DETERMINISTIC_LISTS,
     DecodeBatch,
     KVLens,
     decode_tail,
     decode_workspace_bytes,
     has_fixed_query_length,
+    is_deterministic,
+    tokens_as_lists,
 )
 from sgl_kvpool.srt.attention.extend import ExtendReader, bounds, extend_workspace, plan_extend
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed, pool_of
@@ -90,16 +93,19 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.ranks, self.rank = pool.slots_per_row, get_parallel().attn_dcp_rank
         self._lists = self.req_to_token[:, self.rank :: self.ranks]
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
+        self.deterministic = is_deterministic()
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
         self._decode_tail: tuple[DecodeBatch, torch.Tensor] | None = None
+        self._every_token: tuple[torch.Tensor, torch.Tensor] | None = None
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
         self._kv_lens = KVLens(
             requests, most_queries, self.device, self.draft_step, rank=self.rank, ranks=self.ranks
         )
-        self._lse = torch.empty((requests * most_queries, heads), dtype=torch.float32, device=self.device)
+        tokens = max(requests * most_queries, DETERMINISTIC_LISTS if self.deterministic else 0)
+        self._lse = torch.empty((tokens, heads), dtype=torch.float32, device=self.device)
         # Backends of target, draft and draft steps run one after the other and share workspaces.
         needed = decode_workspace_bytes(
             self.fmt, heads * self.ranks, requests, self._lists.shape[1], most_queries, self.device
@@ -175,6 +181,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if self.ranks > 1:
             take_own_prefixes(forward_batch, self.req_to_token, self.rank, self.ranks)
         self._extend = None  # planned by the first absorbed layer, because the MHA form does not need it
+        if self.deterministic:
+            self._every_token = tokens_as_lists(forward_batch)
+            self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, False)
+            return
         # With several ranks, a prefill has the queries of one.
         self._decode_tail = decode_tail(forward_batch, len(self._lse)) if self.ranks == 1 else None
         use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
@@ -227,8 +237,27 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if has_fixed_query_length(forward_batch.forward_mode):
             return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if not is_absorbed(layer, self.token_to_kv_pool):
+            if self.deterministic:
+                raise RuntimeError("the MHA form attends a chunk before it is stored, so chunks would show")
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if self.deterministic:
+            return self._prefill_by_token(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def _prefill_by_token(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+        """Store the new tokens' keys, then attend each token's list as a decode; shapes as
+        `_decode_or_verify`.
+        """
+        if self._every_token is None:
+            raise RuntimeError("a prefill was not planned")
+        (kv_lens, lists), heads = self._every_token, layer.tp_q_head_num
+        if len(q) != len(kv_lens):
+            raise ValueError(f"{len(q)} queries in a batch with {len(kv_lens)} new tokens")
+        self._store(k, k_rope, layer, forward_batch, save_kv_cache)
+        out = q.new_empty((len(q), heads, self.fmt.kv_lora_rank))
+        q, q_rope = self._by_head(q, q_rope, heads)
+        self._attend_lists(q, q_rope, layer, DecodeBatch(kv_lens, 1), lists, out, self._lse[: len(out)])
+        return out.flatten(1)
 
     def _decode_or_verify(
         self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope
@@ -272,6 +301,14 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
         `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
         """
+        if self.deterministic and len(out) > DETERMINISTIC_LISTS:
+            for first in range(0, len(out), DETERMINISTIC_LISTS):
+                some = slice(first, first + DETERMINISTIC_LISTS)
+                own_rope = None if q_rope is None else q_rope[some]
+                part = DecodeBatch(batch.kv_lens[some], 1)
+                part_lse = lse[: len(part.kv_lens)]
+                self._attend_lists(q[some], own_rope, layer, part, lists[some], out[some], part_lse)
+            return
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         mla_decode(
             q,
@@ -288,6 +325,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             out=out,
             lse=lse,
             workspace=self._decode_workspace,
+            batch_invariant=self.deterministic,
         )
 
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from sgl_kvpool.layout import RowFormat
 
 
+#: Lists that a deterministic server attends at a time: with 16 heads and 16 splits, their partial results are
+#: 134 MB.
+DETERMINISTIC_LISTS = 256
+
+
 def has_fixed_query_length(mode: ForwardMode) -> bool:
     """Whether every request of a batch in this mode has the same small number of new tokens."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
@@ -56,6 +61,30 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
         # Copies are aligned to 16 bytes, like the arguments that the kernels were compiled for.
         kv_lens, lists = kv_lens.clone(), lists.clone()
     return DecodeBatch(kv_lens, 1), lists
+
+
+def is_deterministic() -> bool:
+    """Whether a server's answers must not depend on its batches (--enable-deterministic-inference)."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def tokens_as_lists(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of rows that each token of a prefill or decode attends, and its row in the request table.
+
+    With one list per token, `mla_decode` computes a token's result in the same way in any batch and for any
+    boundary of chunks, in a prefill as in a decode. The new tokens' rows have to be stored before.
+    """
+    lists, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+    if forward_batch.forward_mode.is_decode_or_idle():
+        return lens, lists
+    prefixes = forward_batch.extend_prefix_lens.long()
+    new, tokens = lens - prefixes, sum(forward_batch.extend_seq_lens_cpu)
+    each = torch.arange(len(new), device=new.device)
+    request = torch.repeat_interleave(each, new, output_size=tokens)  # of each token
+    place = torch.arange(tokens, device=new.device) - (new.cumsum(0) - new)[request]
+    return prefixes[request] + place + 1, lists[request]
 
 
 class KVLens:
@@ -145,9 +174,12 @@ def decode_workspace_bytes(
     """Bytes of workspace that `mla_decode` needs for up to `requests` requests of up to `most_queries`
     queries.
 
-    `max_rows` is the width of SGLang's request table; the device decides how a list is split.
+    `max_rows` is the width of SGLang's request table; the device decides how a list is split. A deterministic
+    server attends up to `DETERMINISTIC_LISTS` at a time.
     """
     sms = sm_count_of(torch.device(device))
+    if is_deterministic():
+        return workspace_bytes(fmt, heads, DETERMINISTIC_LISTS, max_rows, sm_count=sms, batch_invariant=True)
     return max(
         workspace_bytes(fmt, heads, requests * queries, max_rows, queries_per_list=queries, sm_count=sms)
         for queries in range(1, most_queries + 1)
