@@ -64,6 +64,7 @@ POOLS = HookGroup(
     _LAYOUT,
     modules=(
         "sglang_plugin.startup",
+        "srt.attention.decode_verify",
         "srt.attention.layers",
         "srt.pool.row_pool",
         "srt.pool.mla",

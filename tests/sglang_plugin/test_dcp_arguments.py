@@ -8,6 +8,7 @@ from codec_oracle import LAYOUTS
 #: Arguments with each feature of `DCP_FEATURES`.
 REFUSED = {
     "--speculative-algorithm": ("EAGLE",),
+    "--enable-deterministic-inference": (),
     "--enable-hierarchical-cache": (),
     "--disaggregation-mode": ("decode",),
     "--attn-dp-size": ("2",),

@@ -119,7 +119,7 @@ def on_a_gpu(
         enable_hierarchical_cache=on, device=device, hicache_mem_layout=label, hicache_io_backend="kernel",
         hicache_ratio=2.0, hicache_size=0, page_size=64, hicache_storage_backend=None,
         disaggregation_mode="decode" if offloads else "null",
-        disaggregation_decode_enable_offload_kvcache=offloads,
+        disaggregation_decode_enable_offload_kvcache=offloads, enable_deterministic_inference=False,
     )  # fmt: skip
     check_host_tier(
         MLAKVCacheLayout(layout),
