@@ -37,7 +37,11 @@ def built(published, arranged, monkeypatch):
         monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
         args = arranged(arrangement, layout=layout)
         kvc = SimpleNamespace(
-            server_args=args, use_mla_backend=True, is_draft_worker=draft, model_config=model_config_of(args)
+            server_args=args,
+            use_mla_backend=True,
+            is_draft_worker=draft,
+            model=torch.nn.Module(),
+            model_config=model_config_of(args),
         )
         bound = pools._resolve_kv_pool_class(
             lambda self, *, kind, default: default, kvc, kind="mla", default=MLATokenToKVPool

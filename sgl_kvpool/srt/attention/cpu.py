@@ -16,6 +16,8 @@ from sgl_kvpool import env
 from sgl_kvpool.attention import compiled
 from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
 from sgl_kvpool.attention.decode import mla_decode
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.decode_verify import is_deterministic, tokens_as_lists
 from sgl_kvpool.srt.attention.layers import check_layers, pool_of
@@ -41,6 +43,11 @@ class KVPoolMLABackend(AttentionBackend):
     def __init__(self, model_runner):
         super().__init__()
         pool = pool_of(model_runner)
+        if torch.device(model_runner.device).type != "cpu":
+            raise Refusal(
+                f"this is attention backend {KVPOOL_BACKEND} for CPUs, but the device is "
+                f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
+            )
         check_layers(model_runner.model, pool, mha_form=False)
         # Part of the interface: SGLang finds its pools through the backend object.
         self.token_to_kv_pool = pool
