@@ -19,6 +19,7 @@ def built(published, arranged, monkeypatch):
     """`built(arrangement, ...)`: the pool that SGLang builds with our hooks, and its line in the log."""
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.mem_cache import kv_cache_configurator  # noqa: F401  takes get_spec by name, before it is patched
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     from sgl_kvpool.sglang_plugin.hooks import pools
