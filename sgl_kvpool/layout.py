@@ -378,6 +378,11 @@ class RowFormat:
         """Latent values that share a stored scale; 0 without stored scales."""
         return 0 if self.scale is None else self.nope.count // self.scale.count
 
+    @property
+    def uses_k_scale(self) -> bool:
+        """True if the values of some segment are divided by the layer's k_scale."""
+        return any(segment.uses_k_scale for segment in self.segments)
+
     def in_layout(self, layout: MLAKVCacheLayout) -> RowFormat:
         """The row of another layout that holds the same values."""
         return layout.row_format(self.kv_lora_rank, self.qk_rope_head_dim, align_bytes=self.align_bytes)
