@@ -154,7 +154,7 @@ DRAFT_FEATURES = (
     Feature("speculative_draft_window_size", "its draft backends attend whole sequences", in_use=_is_given),
     Feature(
         "speculative_adaptive",
-        "every number of steps needs its own backends, for which no memory is reserved",
+        "backends for changing numbers of steps have not been tested",
     ),
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
