@@ -123,9 +123,9 @@ def test_a_server_that_ended_itself_shows_the_end_of_its_log(tmp_path):
     said = failure(tmp_path, MORTAL, "os._exit(3)").splitlines()
     assert said[0] == "the server ended with status 3:"
     assert said[-1] == "asked for /generate"
-    assert failure(tmp_path, "import os; os.kill(os.getpid(), 11)") == (
-        "the server ended with signal 11 (Segmentation fault):\n"
-    )
+    # A fork of a process with tvm-ffi logs its stack too.
+    said = failure(tmp_path, "import os; os.kill(os.getpid(), 11)").splitlines()
+    assert said[0] == "the server ended with signal 11 (Segmentation fault):"
 
 
 def test_a_long_line_of_the_log_is_cut(tmp_path):
