@@ -130,6 +130,18 @@ def resolve(monkeypatch):
 
 
 @pytest.fixture
+def serve(resolve, checkpoints):
+    """`serve(model, layout, *argv)`: a resolving view of a server, by default on Hopper."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    def run(model, layout, *argv, device="cuda", **gpu):
+        asked = ("--kv-cache-layout", layout) if layout else ()
+        return resolving_view(resolve(checkpoints[model], *asked, *argv, device=device, **gpu))
+
+    return run
+
+
+@pytest.fixture
 def arranged(resolve, checkpoints):
     """`arranged(arrangement, ..., layout=)`: a resolved record of a server with both arguments."""
 

@@ -12,9 +12,6 @@ from sgl_kvpool.sglang_plugin.options import OPTIONS, arrangement_of, layout_of
 
 ENV = "KVPOOL_KV_CACHE_ARRANGEMENT"
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
-MOVED = ARRANGEMENTS[1:]
-
-
 # -------------------------------------------------------------------- ways to request it
 
 
@@ -63,20 +60,6 @@ def test_demo_servers_do_not_inherit_the_variables_of_options():
 # -------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("arrangement", MOVED)
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--disaggregation-mode", "prefill"),
-        ("--disaggregation-mode", "decode"),
-    ],
-)
-def test_disaggregation_refuses_other_arrangements(arranged, arrangement, argv):
-    text = f"^{' '.join(argv)} does not work with --kv-cache-arrangement {arrangement}: .*one of the two"
-    with pytest.raises(ValueError, match=text):
-        arranged(arrangement, *argv)
-
-
 @pytest.mark.parametrize("arrangement", [None, "auto", "layer_major"])
 @pytest.mark.parametrize("argv", [("--disaggregation-mode", "prefill"), ("--enable-hierarchical-cache",)])
 def test_disaggregation_and_host_tier_take_layer_major(arranged, arrangement, argv):
@@ -90,23 +73,6 @@ def test_where_the_layout_is_the_obstacle_it_is_named(arranged):
         ValueError, match=r"triton cannot read rows of --kv-cache-layout fp4;.*or use kvpool_mla$"
     ):
         arranged("token_major", "--attention-backend", "triton", layout="fp4")
-
-
-@pytest.mark.parametrize(
-    "flag", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"]
-)
-@pytest.mark.parametrize(
-    ("arrangement", "backend"),
-    [
-        *(("token_major", name) for name in ("intel_amx", "fa4")),
-        *(("page_major", name) for name in ("flashinfer", "torch_native", "triton", "intel_amx")),
-    ],
-)
-def test_backends_that_cannot_read_an_arrangement(arranged, flag, arrangement, backend):
-    reason = {"token_major": "its kernels are not known", "page_major": "a slot times a stride"}[arrangement]
-    text = f"^{flag} {backend} cannot read rows of --kv-cache-arrangement {arrangement}: {reason}.*kvpool_mla"
-    with pytest.raises(ValueError, match=text):
-        arranged(arrangement, flag, backend)
 
 
 @pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "flashinfer", "fa3"])

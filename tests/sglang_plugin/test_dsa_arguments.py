@@ -1,6 +1,7 @@
 """Servers of models with sparse attention: SGLang's own resolution with a layout, and what is refused."""
 
 import pytest
+from refused import pair
 from shown import SHOWN_SPARSE as SHOWN
 
 #: Prefill and decode backend on Hopper if neither is named: SGLang's choice, and ours for `fp4`.
@@ -11,20 +12,10 @@ CHOSEN = {
 }
 
 
-def pair(prefill, decode):
-    return ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
-
-
 @pytest.fixture
-def serve(resolve, checkpoints):
-    """`serve(layout, argv)`: a resolving view of a server of the DSA checkpoint."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    def run(layout, *argv, model="dsa", **gpu):
-        asked = ("--kv-cache-layout", layout) if layout else ()
-        return resolving_view(resolve(checkpoints[model], *asked, *argv, device="cuda", **gpu))
-
-    return run
+def serve(serve):
+    """`serve(layout, *argv)`: a resolving view of a server of the DSA checkpoint."""
+    return lambda layout, *argv, model="dsa", **gpu: serve(model, layout, *argv, **gpu)
 
 
 @pytest.mark.parametrize(
@@ -76,96 +67,10 @@ def test_blackwell_would_store_other_rows(serve):
         serve("fp8_block_scale", capability=(10, 0))
 
 
-REFUSED = [
-    # Pairs that SGLang 0.5.23 accepts for packed rows: three with a kernel over 16-bit keys, which would get
-    # packed bytes, and flashmla_auto in decode.
-    ("fp8_block_scale", pair("flashmla_sparse", "flashmla_sparse"), "decode flashmla_sparse cannot read"),
-    ("fp8_block_scale", pair("flashmla_sparse", "fa3"), "decode fa3 cannot read"),
-    ("fp8_block_scale", pair("fa3", "flashmla_kv"), "prefill fa3 cannot read"),
-    ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is for prefill only"),
-    # SGLang's choice on Hopper does not read raw rows; trtllm in one phase makes both phases store raw rows.
-    (
-        "fp8",
-        (),
-        "prefill flashmla_kv cannot read rows of KV cache layout fp8; use --kv-cache-layout fp8_block_scale,",
-    ),
-    ("fp8", pair("flashmla_sparse", "trtllm"), "prefill flashmla_sparse cannot read"),
-    ("fp8", pair("trtllm", "flashmla_kv"), "decode flashmla_kv cannot read"),
-    ("fp8", pair("fa3", "fa3"), "prefill fa3 cannot read"),
-    ("fp8", pair("flashmla_auto", "trtllm"), "prefill flashmla_auto cannot read"),
-    ("fp8_block_scale", pair("trtllm", "trtllm"), "prefill trtllm cannot read"),
-    ("bf16", pair("flashmla_kv", "fa3"), "would quantise the whole pool"),
-    ("bf16", pair("flashmla_sparse", "flashmla_kv"), "would quantise the whole pool"),
-    (
-        "fp8_block_scale",
-        (*pair("flashmla_sparse_q8", "flashmla_kv"), "--enable-mixed-chunk"),
-        "in EXTEND batches only, and this one is MIXED; leave out .*--enable-mixed-chunk",
-    ),
-    ("fp4", pair("flashmla_sparse", "fa3"), "--dsa-decode-backend fa3 cannot read"),
-    (
-        "fp4",
-        pair("flashmla_kv", "flashmla_kv"),
-        "--dsa-decode-backend flashmla_kv cannot read .*; leave them",
-    ),
-    ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
-    ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
-    # SGLang's backend for sparse attention is not used.
-    (
-        "bf16",
-        ("--attention-backend", "fa3"),
-        "--attention-backend fa3 cannot compute .*; leave it out, and",
-    ),
-    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla cannot compute the"),
-    ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer cannot"),
-    ("fp4", ("--kv-cache-arrangement", "token_major"), "--kv-cache-arrangement token_major does not work"),
-    (
-        "fp4",
-        ("--kv-cache-dtype", "fp8_e4m3"),
-        "--kv-cache-dtype 'fp8_e4m3' contradicts .*fp4: auto, bf",
-    ),
-    (
-        "fp8_block_scale",
-        ("--kv-cache-dtype", "fp8_e5m2"),
-        "contradicts .*_scale: auto, bfloat16, bf16, fp",
-    ),
-    ("fp4", ("--enable-hisparse",), "--enable-hisparse"),
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "argv", "message"), REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)]
-)
-def test_refused(serve, layout, argv, message):
-    with pytest.raises(ValueError, match=message):
-        serve(layout, *argv)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [("dsa-kpool", "pooled index keys"), ("dsa-sinks", "learnable attention sinks")],
-)
-def test_models_that_fp4_is_not_for(serve, model, message):
-    with pytest.raises(ValueError, match=f"{message}.*use --kv-cache-layout bf16"):
-        serve("fp4", model=model)
-    serve("bf16", model=model)
-
-
-@pytest.mark.parametrize(
-    ("argv", "more", "message"),
-    [
-        (
-            (),
-            {"capability": (8, 9)},
-            "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout",
-        ),
-        (("--dtype", "float16"), {}, "--dtype float16 does not work .* use --dtype bfloat16"),
-        ((), {"model": "dsa-rank1024"}, "kv_lora_rank=1024, .* have 704 bytes; .* up to kv_lora_rank 512, "),
-        ((), {"model": "dsa-rank384"}, "kv_lora_rank=384, .* have 344 bytes; .* multiples of 16 bytes"),
-    ],
-)
-def test_what_our_kernel_does_not_compute(serve, argv, more, message):
-    with pytest.raises(ValueError, match=message):
-        serve("fp4", *argv, **more)
+def test_our_kernel_is_for_hopper(serve):
+    text = "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout"
+    with pytest.raises(ValueError, match=text):
+        serve("fp4", capability=(8, 9))
 
 
 def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serve, checkpoints):
@@ -180,17 +85,9 @@ def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serv
 
 def test_names_of_other_hardware(serve, monkeypatch):
     text = "--dsa-decode-backend aiter is not for NVIDIA GPUs; use --dsa-prefill-backend flashmla_sparse "
-    with pytest.raises(ValueError, match=text):
-        serve("fp8_block_scale", *pair("flashmla_sparse", "aiter"))
     monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     with pytest.raises(ValueError, match=text):
         serve(None, *FP8, *pair("flashmla_sparse", "aiter"))
-
-
-def test_one_phase_named(serve):
-    """For the other phase, SGLang selects a backend for dense attention."""
-    with pytest.raises(ValueError, match=r"the decode attention backend, \w+, cannot compute .*leave out --"):
-        serve("bf16", "--prefill-attention-backend", "dsa")
 
 
 def test_rows_that_prefill_does_not_read(serve, monkeypatch):

@@ -33,22 +33,6 @@ def test_without_a_host_tier_or_without_a_layout_the_page_size_is_sglangs(arrang
     assert view(resolve(checkpoints["mla"], HICACHE)).page_size == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("flag", "value", "remedy"),
-    [
-        ("--hicache-mem-layout", "layer_first", "page_first, page_first_direct"),
-        ("--hicache-mem-layout", "page_head", "page_first, page_first_direct"),
-        ("--hicache-mem-layout", "page_first_kv_split", "page_first, page_first_direct"),
-        ("--hicache-io-backend", "kernel_ascend", "kernel, direct"),
-    ],
-)
-def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy):
-    text = f"^{flag} {value} does not work with --kv-cache-layout {layout}.*use one of: {remedy}$"
-    with pytest.raises(ValueError, match=text):
-        arranged(None, HICACHE, flag, value, layout=layout)
-
-
 @pytest.mark.parametrize(
     ("argv", "text"),
     [

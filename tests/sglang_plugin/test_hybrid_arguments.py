@@ -8,18 +8,6 @@ HICACHE = "--enable-hierarchical-cache"
 TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 
 
-@pytest.fixture
-def serve(resolve, checkpoints):
-    """`serve(model, layout, argv)`: a resolving view of a server."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    def run(model, layout, *argv, device="cuda"):
-        asked = ("--kv-cache-layout", layout) if layout else ()
-        return resolving_view(resolve(checkpoints[model], *asked, *argv, device=device))
-
-    return run
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", DENSE)
 def test_dense_hybrids_on_hopper(serve, model, layout):
@@ -73,22 +61,6 @@ def test_sparse_hybrids_with_pooled_index_keys(serve, layout, argv):
     view = serve("glm5", layout, *argv)
     assert (view.attention_backend, view.page_size) == ("dsa", 256)
     assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("layout", "argv", "named"),
-    [
-        ("fp8", (), "flashmla_kv"),
-        ("fp8_block_scale", (), "flashmla_kv"),
-        ("fp8_block_scale", TILELANG, "tilelang"),
-        ("fp4", (), "kvpool_mla"),
-    ],
-)
-def test_sparse_hybrids_with_rows_that_no_backend_reads(serve, layout, argv, named):
-    with pytest.raises(ValueError, match=r"\(index_kpool above 1\).*use --kv-cache-layout bf16") as refused:
-        serve("glm5", layout, *argv)
-    assert named in str(refused.value)
-    assert f"layout {layout} " in str(refused.value)
 
 
 def test_compressed_index_keys_have_no_host_tier_of_ours(serve):

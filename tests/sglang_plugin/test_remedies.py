@@ -1,85 +1,23 @@
-"""The way out that a refusal names works: a server with the changed arguments is accepted."""
+"""What refusals say, and that the ways out that they name work."""
 
 import re
 
 import pytest
+from refused import EAGLE, TIER, cases, pair
 
 from sgl_kvpool.refusal import Refusal
-
-DSA_FLAGS = ("--dsa-prefill-backend", "--dsa-decode-backend")
-TIER = "--enable-hierarchical-cache"
-EAGLE = ("--speculative-algorithm", "EAGLE")
-TREE = (
-    *("--speculative-eagle-topk", "2", "--speculative-num-steps", "3"),
-    *("--speculative-num-draft-tokens", "4"),
+from sgl_kvpool.sglang_plugin.rules.features import (
+    ARRANGEMENT_FEATURES,
+    DCP_FEATURES,
+    DRAFT_FEATURES,
+    LAYOUT_FEATURES,
 )
 
-
-def pair(prefill, decode):
-    return (DSA_FLAGS[0], prefill, DSA_FLAGS[1], decode)
-
-
-#: Layouts and arguments that are refused, each for one reason.
-DENSE = [
-    ("fp8", ("--attention-backend", "fa3")),
-    ("fp8", ("--attention-backend", "flashinfer", *EAGLE)),
-    ("fp8", ("--prefill-attention-backend", "flashmla")),
-    ("fp8", ("--decode-attention-backend", "fa3")),
-    ("fp4", ("--attention-backend", "flashmla")),
-    ("fp8_block_scale", ("--prefill-attention-backend", "trtllm_mla")),
-    ("bf16", ("--attention-backend", "fa3", "--kv-cache-arrangement", "page_major")),
-    ("bf16", ("--attention-backend", "fa4", "--kv-cache-arrangement", "token_major")),
-    ("fp4", ("--enable-two-batch-overlap", "--moe-a2a-backend", "deepep")),
-    ("fp4", ("--cuda-graph-backend-prefill", "full")),
-    ("fp4", ("--enable-torch-compile",)),
-    ("fp4", ("--enable-lmcache",)),
-    ("fp4", ("--tp-size", "2", "--dcp-size", "2", TIER)),
-    ("fp4", ("--dtype", "float32")),
-    ("fp4", ("--page-size", "0")),
-    ("fp4", (*EAGLE, *TREE)),
-    ("fp4", ("--speculative-algorithm", "NGRAM")),
-    ("fp8", (*EAGLE, "--decode-attention-backend", "flashmla")),
-    ("fp8", (*EAGLE, "--attention-backend", "flashmla")),
-    ("fp4", ("--kv-host-sharing", "rank")),
-    ("fp4", ("--kv-host-layout", "fp8_block_scale", TIER)),
-    ("fp4", ("--kv-host-engine", "cpu", TIER)),
-    ("bf16", ("--kv-host-engine", "copy_engine", "--kv-host-layout", "fp4", TIER)),
-    ("fp4", ("--hicache-mem-layout", "layer_first", TIER)),
-    ("fp4", ("--kv-host-sharing", "node", "--pp-size", "2", "--tp-size", "2", TIER)),
-    ("fp4", ("--hicache-storage-backend", "file")),
-    (
-        "bf16",
-        ("--attention-backend", "flashinfer", *EAGLE, "--speculative-draft-attention-backend", "kvpool_mla"),
-    ),
-]
-SPARSE = [
-    ("fp8", ()),
-    ("fp8", pair("fa3", "fa3")),
-    ("fp8", pair("flashmla_sparse", "flashmla_kv")),
-    ("fp8", ("--kv-cache-dtype", "fp8_e4m3")),
-    ("bf16", pair("flashmla_kv", "flashmla_kv")),
-    ("bf16", ("--dsa-decode-backend", "flashmla_kv")),
-    ("fp8_block_scale", pair("flashmla_sparse", "flashmla_sparse")),
-    ("fp8_block_scale", pair("flashmla_kv", "aiter")),
-    ("fp8_block_scale", (*pair("flashmla_sparse_q8", "flashmla_kv"), "--enable-mixed-chunk")),
-    ("fp4", pair("flashmla_kv", "flashmla_kv")),
-    ("fp4", ("--enable-torch-compile",)),
-    ("fp4", ("--dtype", "float16")),
-    ("fp4", ("--attention-backend", "fa3")),
-    ("fp4", ("--prefill-attention-backend", "fa3", "--decode-attention-backend", "flashmla")),
-    ("bf16", ("--prefill-attention-backend", "dsa")),
-    ("fp4", ("--kv-cache-arrangement", "token_major")),
-    ("fp4", (*EAGLE, "--speculative-draft-attention-backend", "fa3")),
-    ("fp4", (TIER, "--kv-host-sharing", "node", "--tp-size", "2")),
-]
-CASES = [
-    *(("mla", layout, argv) for layout, argv in DENSE),
-    *(("dsa", layout, argv) for layout, argv in SPARSE),
-    *(("dsa-kpool", layout, ()) for layout in ("fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")),
-    ("dsa-kpool", "fp8_block_scale", pair("flashmla_kv", "flashmla_kv")),
-    ("dsa-sinks", "fp4", ()),
-    ("dsa-rank1024", "fp4", ()),
-    ("mha", "fp4", ()),
+CASES = [*cases()]
+#: Features that SGLang does not accept alone: serving without a layout is no way out.
+MESSAGE_ONLY = [
+    *("--enable-page-major-kv-layout", "--enable-linker-mla-dedup"),
+    *("--enable-kv-cache-sharding", "--enable-dsa-cache-layer-split"),
 ]
 
 
@@ -131,19 +69,39 @@ def ways_out(text, argv):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "argv"), CASES, ids=[f"{m} {x} {' '.join(a)}" for m, x, a in CASES]
+    ("model", "device", "layout", "argv", "text"), CASES, ids=[" ".join([*c[:3], *c[3]]) for c in CASES]
 )
-def test_the_ways_out_of_a_refusal_are_accepted(resolve, checkpoints, model, layout, argv):
-
+def test_refusals_and_their_ways_out(resolve, checkpoints, model, device, layout, argv, text):
+    """A server with the arguments that a refusal proposes is accepted."""
     start = ["--kv-cache-layout", layout, *argv]
-    with pytest.raises(Refusal) as refused:
-        resolve(checkpoints[model], *start, device="cuda")
+    with pytest.raises(Refusal, match=f"^{text}") as refused:
+        resolve(checkpoints[model], *start, device=device)
     ways = ways_out(str(refused.value), start)
     assert ways, refused.value
     for way in ways:
         assert isinstance(way, list), way
         assert way != start
-        resolve(checkpoints[model], *way, device="cuda")
+        resolve(checkpoints[model], *way, device=device)
+
+
+@pytest.mark.parametrize("flag", MESSAGE_ONLY)
+def test_features_that_sglang_refuses_alone(resolve, checkpoints, flag):
+    with pytest.raises(Refusal, match=f"^{flag} does not work with --kv-cache-layout fp8_block_scale: "):
+        resolve(checkpoints["mla"], "--kv-cache-layout", "fp8_block_scale", flag)
+
+
+@pytest.mark.parametrize(
+    ("features", "beside"),
+    [
+        ((*LAYOUT_FEATURES, *ARRANGEMENT_FEATURES), "--"),
+        (DCP_FEATURES, "--dcp-size"),
+        (DRAFT_FEATURES, "--speculative-algorithm"),
+    ],
+)
+def test_every_feature_has_a_case(features, beside):
+    lines = [*MESSAGE_ONLY, *(" ".join(argv) for _, _, _, argv, _ in CASES)]
+    for feature in features:
+        assert any(f"{feature.flag} " in f"{line} " and beside in line for line in lines), feature.flag
 
 
 def test_what_gives_the_user_most_is_named_first(resolve, checkpoints):

@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from codec_oracle import LAYOUTS, PACKED
+from codec_oracle import LAYOUTS
 from shown import SHOWN
 
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -72,37 +72,6 @@ def test_contradicting_dtypes(resolve, checkpoints, layout, dtype):
     assert "bf16: auto, bfloat16, bf16; fp8: auto, fp8_e4m3; fp8_block_scale: auto" in str(error.value)
 
 
-FEATURES = {
-    "--enable-unified-memory": (),
-    "--enable-hisparse": (),
-    "--enable-kv-cache-sharding": (),
-    "--enable-dsa-cache-layer-split": (),
-    "--enable-page-major-kv-layout": (),
-    "--enable-unified-cache-external-linker": (),
-    "--enable-linker-mla-dedup": (),
-    "--enable-lmcache": (),
-    "--enable-flexkv": (),
-    "--radix-cache-backend": ("other",),
-    "--use-ray": (),
-    "--disaggregation-decode-host-receive-threshold": ("0.5", "--disaggregation-mode", "decode"),
-    "--disaggregation-decode-retraction-backup": ("host_pool", "--disaggregation-mode", "decode"),
-}
-
-
-@pytest.mark.parametrize("flag", FEATURES)
-@pytest.mark.parametrize("layout", PACKED)
-def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, layout):
-    with pytest.raises(ValueError, match=f"^{flag}.* does not work with --kv-cache-layout {layout}"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", layout, flag, *FEATURES[flag])
-
-
-def test_every_refused_feature_is_tested():
-    from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES as TABLE
-
-    # Features with arrangements are tested in test_arrangement_argument.py.
-    assert {feature.flag for feature in TABLE} == set(FEATURES)
-
-
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_disaggregated_servers(resolve, checkpoints, layout, mode):
@@ -143,14 +112,6 @@ def test_refused_fields_exist_in_sglang():
 def test_models_that_are_refused(resolve, checkpoints, model, text):
     with pytest.raises(ValueError, match=f"{text}.*without --kv-cache-layout"):
         resolve(checkpoints[model], "--kv-cache-layout", "fp4")
-
-
-@pytest.mark.parametrize("flag", ["", "prefill-", "decode-"])
-@pytest.mark.parametrize("layout", PACKED)
-def test_stock_backends_cannot_read_packed_rows(resolve, checkpoints, flag, layout):
-    flag = f"--{flag}attention-backend"
-    with pytest.raises(ValueError, match=f"^{flag} triton cannot read.*{layout}.*kvpool_mla"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", layout, flag, "triton")
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
