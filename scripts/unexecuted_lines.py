@@ -22,7 +22,7 @@ CUDA = (
     *("codec/__init__.py", "codec/checks.py", "codec/triton.py"),
     *(
         f"srt/attention/{name}.py"
-        for name in ("cuda", "decode_verify", "draft", "extend", "mha_form", "sparse")
+        for name in ("cuda", "decode_verify", "draft", "extend", "prefill", "sparse")
     ),
     *("srt/host/memory.py", "srt/self_check/attention.py", "transfer/gpu_engine.py"),
 )

@@ -98,7 +98,7 @@ GROUPS = (
         modules=(
             "srt.attention.cuda",
             "srt.attention.extend",
-            "srt.attention.mha_form",
+            "srt.attention.prefill",
             "srt.self_check.attention",
         ),
         is_used=_kvpool_attends(on_cpu=False),

@@ -1,5 +1,7 @@
 """Mistakes around CUDA graphs and overlap scheduling, made on purpose: the device notices each by name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,7 +45,8 @@ def test_a_pageable_copy_per_replay(captured, monkeypatch):
     case, _, runner = captured
 
     def with_copy(self, batch, in_capture=False):
-        self.forward_metadata = DecodeBatch(torch.tensor([30, 300, 7, 1]).to("cuda"), 1)
+        lengths = torch.tensor([30, 300, 7, 1]).to("cuda")
+        self.forward_metadata = DecodeBatch(lengths, batch.req_pool_indices)
 
     monkeypatch.setattr(KVPoolMLACudaBackend, "init_forward_metadata_out_graph", with_copy)
     batch = batch_of(case, "DECODE")
@@ -73,7 +76,7 @@ def test_counts_baked_at_capture(monkeypatch):
     def baked(self, batch):
         few = of(self, batch)
         kept.append(torch.tensor(few.kv_lens.tolist(), device="cuda"))
-        return DecodeBatch(kept[-1], few.queries_per_request)
+        return replace(few, kv_lens=kept[-1])
 
     publish_one_rank()
     case, model = Case("fp4", *LENGTHS["DECODE"]), Model()
@@ -89,7 +92,7 @@ def test_counts_baked_at_capture(monkeypatch):
 def test_a_kernel_argument_on_the_cpu(captured, monkeypatch):
     """The checks of `mla_decode` name the tensor; without them the launch does."""
     case, model, _ = captured
-    monkeypatch.setattr(case.backend, "_lse", case.backend._lse.cpu())
+    monkeypatch.setattr(case.backend._lists, "lse", case.backend._lists.lse.cpu())
     with pytest.raises(ValueError, match="lse is on cpu and pool on cuda:0"):
         eager(case, model, batch_of(case, "DECODE"))
     monkeypatch.setattr("sgl_kvpool.attention.decode_checks.output", lambda *args: None)

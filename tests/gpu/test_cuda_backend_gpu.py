@@ -81,6 +81,7 @@ class Case:
         from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
         from sgl_kvpool.srt.attention import cuda as module
+        from sgl_kvpool.srt.attention import decode_verify, prefill
 
         self.translator = KVIndexTranslator(
             req_to_token=self.table.req_to_token, token_to_kv_pool_allocator=None,
@@ -96,7 +97,7 @@ class Case:
             kv_index_translator=self.translator,
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
-            for owner in (flashinfer_mla_backend, module):
+            for owner in (flashinfer_mla_backend, decode_verify, prefill):
                 patch.setattr(owner, "get_buffer", lambda name, make: make())
             patch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
             return module.KVPoolMLACudaBackend(runner)
@@ -188,7 +189,7 @@ def test_verify_and_draft_extend(layout, mode):
 )
 def test_absorbed_prefill_in_one_call_and_in_chunks(layout, arrangement, workspace_tokens):
     case = Case(layout, [9, 300, 5, 73], [0, 230, 4, 0], arrangement)
-    case.backend._reader.workspace_tokens = workspace_tokens
+    case.backend.absorbed_prefill.reader.workspace_tokens = workspace_tokens
     found = case.run("EXTEND")
     assert case.backend._extend.one_call == (workspace_tokens == 65536)
     close(found, case.wanted(fresh_as_computed=True))
@@ -379,5 +380,5 @@ def test_a_deterministic_server_gives_a_token_the_same_bits(layout, arrangement)
     decoded = run([1, 0], [8, 149], [9, 150], "DECODE")
     assert torch.equal(torch.cat(decoded), torch.stack([small[-1], whole[-1]]))
     # Otherwise the number of splits follows the batch, and prefill is another kernel.
-    case.backend.deterministic = False
+    case.backend._lists.deterministic = False
     assert not torch.equal(run([0], [149], [150], "DECODE")[0], run([0], [120], [150])[0][-1:])

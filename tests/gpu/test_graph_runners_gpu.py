@@ -127,12 +127,12 @@ def draft_worker(case, model, args):
     """The attributes that graph runners read of SGLang's EagleDraftWorker, and its `draft_forward`."""
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-    from sgl_kvpool.srt.attention import cuda as backend_module
+    from sgl_kvpool.srt.attention import decode_verify
     from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
 
     runner = model_runner(case, args, model, draft=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend_module, "get_buffer", lambda name, make: make())
+        patch.setattr(decode_verify, "get_buffer", lambda name, make: make())
         steps = KVPoolMultiStepDraftBackend(runner, 1, DRAFT_TOKENS - 1)
     runner.draft_attn_backend = steps
     empty = [torch.zeros(8, DRAFT_TOKENS - 1, dtype=torch.long, device=DEVICE) for _ in range(2)]

@@ -132,7 +132,8 @@ class Attention:
 
     def prefill(self, *, in_chunks: bool) -> None:
         """Absorbed prefill after a stored prefix, in one FlashInfer call or in chunks."""
-        reader, batch = self.backend._reader, self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
+        reader = self.backend.absorbed_prefill.reader
+        batch = self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
         workspace_tokens, wrapper = reader.workspace_tokens, reader.wrapper
         if in_chunks:
             reader.workspace_tokens, reader.wrapper = _PREFIX // 3, None

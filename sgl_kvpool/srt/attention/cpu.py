@@ -19,7 +19,7 @@ from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
-from sgl_kvpool.srt.attention.decode_verify import is_deterministic, tokens_as_lists
+from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, is_deterministic, tokens_as_lists
 from sgl_kvpool.srt.attention.layers import check_layers, pool_of
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
@@ -59,7 +59,7 @@ class KVPoolMLABackend(AttentionBackend):
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         compiled.module()  # compiled now, not by the first request
         self.deterministic = is_deterministic()
-        self._lists: tuple[torch.Tensor, torch.Tensor] | None = None  # of a deterministic server
+        self._every_token: DecodeBatch | None = None  # of a deterministic server
         self.reader = RowReader(pool.row_format)
         self._requests: list[Request] = []
         self._kv_indices = torch.empty(0, dtype=torch.int64)
@@ -75,7 +75,7 @@ class KVPoolMLABackend(AttentionBackend):
         """Collect the row numbers of this batch; they are the same for every layer."""
         if self.deterministic:
             self._rows_to_write.forget()
-            self._lists = tokens_as_lists(forward_batch)
+            self._every_token = tokens_as_lists(forward_batch)
             return
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
@@ -163,11 +163,10 @@ class KVPoolMLABackend(AttentionBackend):
             rope = q_rope.reshape(tokens, heads, fmt.qk_rope_head_dim)
             query = torch.cat([q.reshape(tokens, heads, rank), rope], dim=-1)
         rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
-        if self._lists is not None:
-            kv_lens, lists = self._lists
+        if (batch := self._every_token) is not None:
             out, _ = mla_decode(
-                query, rows, self.req_to_token_pool.req_to_token, kv_lens, fmt, layer.scaling,
-                pool.k_scale(layer.layer_id), list_index=lists, page=pool.page_stride,
+                query, rows, self.req_to_token_pool.req_to_token, batch.kv_lens, fmt, layer.scaling,
+                pool.k_scale(layer.layer_id), list_index=batch.lists, page=pool.page_stride,
             )  # fmt: skip
             return out.reshape(tokens, heads * rank)
         query = query.float()

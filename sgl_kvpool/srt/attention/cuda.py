@@ -2,10 +2,10 @@
 
 SGLang calls an MLA backend in three forms. Absorbed decode, verification of drafts and a draft's extend have
 the same small number of queries per request: `mla_decode` attends them over the lists in SGLang's own request
-table, so that only kv_lens are computed per step. Absorbed prefill decodes stored rows in chunks (`extend`);
+table, so that only kv_lens are computed per step. Absorbed prefill decodes stored rows in chunks (`prefill`);
 requests with one new token at the end of its batch are attended like a decode. In the MHA form SGLang
 passes keys and values that the model has computed from the latent. FlashInfer attends them through the base
-class and its runner, with the natural log-sum-exp that SGLang expects (`mha_form`).
+class and its runner, with the natural log-sum-exp that SGLang expects (`prefill`).
 
 With decode context parallelism each rank attends the rows that it stores, with the queries of all ranks, and
 SGLang merges the results. For a prefill SGLang gathers the rows of all ranks, decoded.
@@ -18,7 +18,6 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend, PrefillMetadata
 from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
@@ -26,37 +25,23 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
-from sglang.srt.runtime_context import (
-    get_buffer,
-    get_exec,
-    get_parallel,
-    get_schedule,
-    max_speculative_num_draft_tokens,
-)
+from sglang.srt.runtime_context import get_exec, get_parallel, max_speculative_num_draft_tokens
 from sglang.srt.utils import get_cuda_graph_max_batch_size
 
-from sgl_kvpool import env
 from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.decode_config import kernels_in_words
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.codec import gather_rows
-from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
-from sgl_kvpool.srt.attention.dcp import take_own_prefixes
 from sgl_kvpool.srt.attention.decode_verify import (
-    DETERMINISTIC_LISTS,
     DecodeBatch,
-    KVLens,
+    ListReader,
     decode_tail,
-    decode_workspace_bytes,
     has_fixed_query_length,
-    is_deterministic,
     tokens_as_lists,
 )
-from sgl_kvpool.srt.attention.extend import ExtendReader, bounds, extend_workspace, plan_extend
+from sgl_kvpool.srt.attention.extend import bounds
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed, pool_of
-from sgl_kvpool.srt.attention.mha_form import ChunkRunner, plan_ragged
+from sgl_kvpool.srt.attention.prefill import AbsorbedPrefill, ChunkRunner, plan_ragged, take_own_prefixes
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
 if TYPE_CHECKING:
@@ -84,51 +69,27 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         pool = pool_of(model_runner)
         check_layers(model_runner.model, pool, mha_form=True)
         super().__init__(model_runner, skip_prefill)
-        self.draft_step = draft_step
         self.fmt = pool.row_format
         for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
             if buffer.is_cuda:
                 decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.ranks, self.rank = pool.slots_per_row, get_parallel().attn_dcp_rank
-        self._lists = self.req_to_token[:, self.rank :: self.ranks]
-        self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
-        self.deterministic = is_deterministic()
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
-        self._decode_tail: tuple[DecodeBatch, torch.Tensor] | None = None
-        self._every_token: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._decode_tail: DecodeBatch | None = None
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
-        self._kv_lens = KVLens(
-            requests, most_queries, self.device, self.draft_step, rank=self.rank, ranks=self.ranks
-        )
-        tokens = max(requests * most_queries, DETERMINISTIC_LISTS if self.deterministic else 0)
-        self._lse = torch.empty((tokens, heads), dtype=torch.float32, device=self.device)
-        # Backends of target, draft and draft steps run one after the other and share workspaces.
-        needed = decode_workspace_bytes(
-            self.fmt, heads * self.ranks, requests, self._lists.shape[1], most_queries, self.device
-        )
-        self._decode_workspace = get_buffer(
-            f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, self.device)
+        self._lists = ListReader(
+            pool, model_runner.req_to_token_pool.req_to_token, heads, requests, most_queries, draft_step
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = ChunkRunner(model_runner, self)
         logger.info("kvpool_mla decodes %s with %s", self.fmt.layout, kernels_in_words(self.fmt))
-        self._reader: ExtendReader | None = None
+        self.absorbed_prefill: AbsorbedPrefill | None = None
         if not self.skip_prefill:
-            workspace = get_buffer(
-                f"kvpool_mla_extend_{self.fmt.head_dim}_{model_runner.dtype}",
-                lambda: extend_workspace(self.fmt, model_runner.dtype, self.device),
+            self.absorbed_prefill = AbsorbedPrefill(
+                model_runner, heads, self._lists, self._rows_to_write, self.prefill_wrapper_paged
             )
-            stored = self.fmt
-            if self.ranks > 1 and self.fmt.layout.is_packed:  # SGLang gathers decoded rows
-                stored = MLAKVCacheLayout.BF16.row_format(self.fmt.kv_lora_rank, self.fmt.qk_rope_head_dim)
-            self._reader = ExtendReader(stored, heads, workspace, wrapper=self.prefill_wrapper_paged)
-            self._reader.require(_longest_prefill(self.max_context_len))
-            if self.prefill_reads_rows:
-                logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
         # SGLang writes the mask of a tree of drafts before it calls the backend. With one draft per step the
         # mask is causal and not read.
         self._verify_mask = maybe_create_verify_mask(
@@ -163,7 +124,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     @overrides
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
         """Check that the buffer of kv_lens holds the largest graph; SGLang's lists are not needed."""
-        self._kv_lens.require(max_num_tokens)
+        self._lists.kv_lens.require(max_num_tokens)
 
     @overrides
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -178,15 +139,15 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 "not; serve this model without --kv-cache-layout"
             )
         self._rows_to_write.forget()
-        if self.ranks > 1:
-            take_own_prefixes(forward_batch, self.req_to_token, self.rank, self.ranks)
+        ranks = self._lists.ranks
+        if ranks > 1:
+            take_own_prefixes(forward_batch, self._lists)
         self._extend = None  # planned by the first absorbed layer, because the MHA form does not need it
-        if self.deterministic:
-            self._every_token = tokens_as_lists(forward_batch)
-            self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, False)
+        if self._lists.deterministic:
+            self.forward_metadata = tokens_as_lists(forward_batch)
             return
         # With several ranks, a prefill has the queries of one.
-        self._decode_tail = decode_tail(forward_batch, len(self._lse)) if self.ranks == 1 else None
+        self._decode_tail = decode_tail(forward_batch, len(self._lists.lse)) if ranks == 1 else None
         use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
             any(forward_batch.extend_prefix_lens_cpu)
             or get_exec().kernel.flashinfer_mla_disable_ragged
@@ -206,14 +167,14 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
                 "--cuda-graph-backend-prefill breakable, or disable prefill graphs"
             )
-        self.forward_metadata = self._kv_lens.of(forward_batch)
+        self.forward_metadata = self._lists.kv_lens.of(forward_batch)
 
     @overrides
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Compute how many rows of its request each query attends; recorded into decode graphs."""
         self._rows_to_write.forget()
         if has_fixed_query_length(forward_batch.forward_mode):
-            self._kv_lens.fill(self.forward_metadata, forward_batch)
+            self._lists.kv_lens.fill(self.forward_metadata, forward_batch)
 
     @overrides
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -234,35 +195,19 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Verification and a draft's extend, absorbed prefill, or the MHA form, which SGLang computes."""
-        if has_fixed_query_length(forward_batch.forward_mode):
-            return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        if not is_absorbed(layer, self.token_to_kv_pool):
-            if self.deterministic:
+        fixed = has_fixed_query_length(forward_batch.forward_mode)
+        if not fixed and not is_absorbed(layer, self.token_to_kv_pool):
+            if self._lists.deterministic:
                 raise RuntimeError("the MHA form attends a chunk before it is stored, so chunks would show")
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        if self.deterministic:
-            return self._prefill_by_token(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if fixed or self._lists.deterministic:
+            return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-
-    def _prefill_by_token(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
-        """Store the new tokens' keys, then attend each token's list as a decode; shapes as
-        `_decode_or_verify`.
-        """
-        if self._every_token is None:
-            raise RuntimeError("a prefill was not planned")
-        (kv_lens, lists), heads = self._every_token, layer.tp_q_head_num
-        if len(q) != len(kv_lens):
-            raise ValueError(f"{len(q)} queries in a batch with {len(kv_lens)} new tokens")
-        self._store(k, k_rope, layer, forward_batch, save_kv_cache)
-        out = q.new_empty((len(q), heads, self.fmt.kv_lora_rank))
-        q, q_rope = self._by_head(q, q_rope, heads)
-        self._attend_lists(q, q_rope, layer, DecodeBatch(kv_lens, 1), lists, out, self._lse[: len(out)])
-        return out.flatten(1)
 
     def _decode_or_verify(
         self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys, then attend the lists of SGLang's request table.
+        """Store the new keys, then attend the lists of SGLang's request table; also a deterministic prefill.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`; with several
@@ -278,12 +223,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             # Data-parallel attention adds padding tokens to batches after planning.
             out[tokens:].zero_()
             q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
-        lists = forward_batch.req_pool_indices[: tokens // batch.queries_per_request]
-        if self.ranks == 1:
-            self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens], self._lse[:tokens])
+        self._lists.attend(q, q_rope, layer, batch, out[:tokens])
+        if self._lists.ranks == 1:
             return out.view(padded, heads * fmt.kv_lora_rank)
-        lse = self._lse.new_zeros((padded, heads))
-        self._attend_lists(q, q_rope, layer, batch, lists, out[:tokens], lse[:tokens])
+        lse = self._lists.lse[:padded].view(padded, heads)
+        lse[tokens:].zero_()
         # SGLang merges in base 2, except for backends that `is_mla_dcp_lse_base_on_e` lists.
         return out.view(padded, heads * fmt.kv_lora_rank), lse.mul_(math.log2(math.e))
 
@@ -294,50 +238,16 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             len(q), heads, self.fmt.qk_rope_head_dim
         )
 
-    def _attend_lists(
-        self, q, q_rope, layer, batch: DecodeBatch, lists: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """Attend `batch.queries_per_request` queries per list of the request table, into `out` and `lse`.
-
-        `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
-        """
-        if self.deterministic and len(out) > DETERMINISTIC_LISTS:
-            for first in range(0, len(out), DETERMINISTIC_LISTS):
-                some = slice(first, first + DETERMINISTIC_LISTS)
-                own_rope = None if q_rope is None else q_rope[some]
-                part = DecodeBatch(batch.kv_lens[some], 1)
-                part_lse = lse[: len(part.kv_lens)]
-                self._attend_lists(q[some], own_rope, layer, part, lists[some], out[some], part_lse)
-            return
-        pool, layer_id = self.token_to_kv_pool, layer.layer_id
-        mla_decode(
-            q,
-            pool.get_row_buffer(layer_id).squeeze(1),
-            self._lists,
-            batch.kv_lens,
-            self.fmt,
-            layer.scaling,
-            pool.k_scale(layer_id),
-            q_rope=q_rope,
-            list_index=lists,
-            queries_per_list=batch.queries_per_request,
-            page=pool.page_stride,
-            out=out,
-            lse=lse,
-            workspace=self._decode_workspace,
-            batch_invariant=self.deterministic,
-        )
-
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
         """Store the new tokens' keys, then attend them and the stored rows; shapes as `_decode_or_verify`."""
         fmt, heads, tokens = self.fmt, layer.tp_q_head_num, q.shape[0]
-        reader = self._reader
-        if reader is None:
+        prefill = self.absorbed_prefill
+        if prefill is None:
             raise RuntimeError(f"a {KVPOOL_BACKEND} backend for decode alone was called for a prefill")
         tail, lengths = self._decode_tail, forward_batch.extend_seq_lens_cpu
-        requests = len(lengths) - (0 if tail is None else len(tail[1]))
+        requests = len(lengths) - (0 if tail is None else len(tail.kv_lens))
         if self._extend is None:
-            self._extend = self._plan_extend(reader, forward_batch, requests, layer.scaling)
+            self._extend = prefill.plan(forward_batch, requests, layer.scaling)
         batch = self._extend
         first = batch.query_tokens  # first query of the decode tail
         if tokens != first + len(lengths) - requests:
@@ -345,67 +255,17 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
         q, q_rope = self._by_head(q, q_rope, heads)
         if tail is None:
-            out = self._extended(reader, batch, q, q_rope, k, k_rope, layer, forward_batch)
+            out = prefill.attend(batch, q, q_rope, k, k_rope, layer, forward_batch)
             return out.view(tokens, heads * fmt.kv_lora_rank)
         out = q.new_empty((tokens, heads, fmt.kv_lora_rank))
         if first:
             new_q_rope, new_k_rope = (None if part is None else part[:first] for part in (q_rope, k_rope))
-            out[:first] = self._extended(
-                reader, batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
+            out[:first] = prefill.attend(
+                batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
             )
         own_rope = None if q_rope is None else q_rope[first:]
-        self._attend_lists(q[first:], own_rope, layer, *tail, out[first:], self._lse[: tokens - first])
+        self._lists.attend(q[first:], own_rope, layer, tail, out[first:])
         return out.view(tokens, heads * fmt.kv_lora_rank)
-
-    def _extended(
-        self, reader: ExtendReader, batch: ExtendBatch, q, q_rope, k, k_rope, layer, forward_batch
-    ) -> torch.Tensor:
-        """Attention of the requests of `batch`, `[tokens, heads, R]`; `q` and `q_rope` as `_attend_lists`."""
-        fmt, tokens = self.fmt, len(q)
-        pool, layer_id = self.token_to_kv_pool, layer.layer_id
-        k_scale = pool.k_scale(layer_id)
-        if self.ranks == 1:
-            rows = pool.get_row_buffer(layer_id).squeeze(1)
-        else:  # the prefixes of all requests, one after the other
-            rows = forward_batch.attn_dcp_metadata.dcp_kv_buffer.squeeze(1).view(torch.uint8)
-        if q_rope is None:
-            q, q_rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
-        if self.prefill_reads_rows:
-            own = self._rows_to_write.of(forward_batch).loc[:tokens]
-            extend_kv = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
-        elif k_rope is not None:
-            parts = k.view(tokens, fmt.kv_lora_rank), k_rope.view(tokens, fmt.qk_rope_head_dim)
-            extend_kv = torch.cat(parts, dim=-1).to(q.dtype)
-        else:
-            extend_kv = k.view(tokens, fmt.head_dim).to(q.dtype)
-        return reader.attend(q, q_rope, extend_kv, rows, batch, layer.scaling, k_scale=k_scale)
-
-    def _plan_extend(self, reader: ExtendReader, forward_batch, requests: int, scale: float) -> ExtendBatch:
-        """Plan the first `requests` requests, with lengths from the host and rows from the request table."""
-
-        def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
-            if self.ranks > 1:
-                return torch.arange(total, dtype=torch.int32, device=self.device)
-            slots = torch.empty(total, dtype=torch.int32, device=self.device)
-            if total:
-                create_flashinfer_kv_indices_triton[(len(lengths),)](
-                    self.req_to_token,
-                    forward_batch.req_pool_indices,
-                    lengths,
-                    bounds,
-                    None,
-                    slots,
-                    self.req_to_token.stride(0),
-                )
-            return self.token_to_kv_pool.slot_to_row(slots)
-
-        return plan_extend(
-            list(forward_batch.extend_prefix_lens_cpu[:requests]),
-            list(forward_batch.extend_seq_lens_cpu[:requests]),
-            list_rows,
-            reader,
-            scale,
-        )
 
     def _store(self, k, k_rope, layer, forward_batch, save_kv_cache: bool) -> None:
         if not save_kv_cache or k is None:
@@ -414,12 +274,3 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if k_rope is None:
             k, k_rope = k[..., :rank], k[..., rank:]
         self.token_to_kv_pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k, k_rope)
-
-
-def _longest_prefill(context_tokens: int) -> int:
-    """Tokens of the largest prefill batch."""
-    schedule = get_schedule()
-    chunk = schedule.chunked_prefill_size
-    if chunk is None or chunk <= 0:
-        return max(schedule.max_prefill_tokens, context_tokens)
-    return chunk

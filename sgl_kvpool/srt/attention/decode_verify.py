@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.runtime_context import get_buffer, get_exec, get_parallel
 
-from sgl_kvpool.attention.decode import sm_count_of, workspace_bytes
+from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, sm_count_of, workspace_bytes
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sgl_kvpool.layout import RowFormat
+    from sgl_kvpool.srt.pool.row_pool import RowPool
 
 
 #: Lists that a deterministic server attends at a time: with 16 heads and 16 splits, their partial results are
@@ -31,15 +34,18 @@ def has_fixed_query_length(mode: ForwardMode) -> bool:
 
 @dataclass
 class DecodeBatch:
-    """A batch of fixed query length; each query attends `kv_lens` rows, `[requests * queries_per_request]`
-    int32 or int64.
+    """A batch of fixed query length; each query attends the first `kv_lens` rows of its request's list.
+
+    `kv_lens` is `[requests * queries_per_request]` and `lists`, rows of the request table, `[requests]`; both
+    are int32 or int64.
     """
 
     kv_lens: torch.Tensor
-    queries_per_request: int
+    lists: torch.Tensor
+    queries_per_request: int = 1
 
 
-def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, torch.Tensor] | None:
+def decode_tail(forward_batch: ForwardBatch, most: int) -> DecodeBatch | None:
     """The requests at the end of a prefill batch with one new token each, as a decode batch; at most `most`.
 
     While another data-parallel rank prefills, SGLang turns a decode batch into an extend of one token per
@@ -47,7 +53,7 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
     to the requests of a prefill. As prefill, the whole prefix of each such request would be gathered and, if
     the batch is attended in chunks, read once per head.
 
-    Returns the batch and its rows in the request table; None unless the last request has exactly one.
+    None unless the last request has exactly one.
     """
     lengths = forward_batch.extend_seq_lens_cpu
     count = 0
@@ -60,31 +66,29 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
     if first:
         # Copies are aligned to 16 bytes, like the arguments that the kernels were compiled for.
         kv_lens, lists = kv_lens.clone(), lists.clone()
-    return DecodeBatch(kv_lens, 1), lists
+    return DecodeBatch(kv_lens, lists)
 
 
 def is_deterministic() -> bool:
     """Whether a server's answers must not depend on its batches (--enable-deterministic-inference)."""
-    from sglang.srt.runtime_context import get_exec
-
     return bool(get_exec().deterministic.enable_deterministic_inference)
 
 
-def tokens_as_lists(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of rows that each token of a prefill or decode attends, and its row in the request table.
+def tokens_as_lists(forward_batch: ForwardBatch) -> DecodeBatch:
+    """Every token of a prefill or decode as a request of its own.
 
     With one list per token, `mla_decode` computes a token's result in the same way in any batch and for any
     boundary of chunks, in a prefill as in a decode. The new tokens' rows have to be stored before.
     """
     lists, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
     if forward_batch.forward_mode.is_decode_or_idle():
-        return lens, lists
+        return DecodeBatch(lens, lists)
     prefixes = forward_batch.extend_prefix_lens.long()
     new, tokens = lens - prefixes, sum(forward_batch.extend_seq_lens_cpu)
     each = torch.arange(len(new), device=new.device)
     request = torch.repeat_interleave(each, new, output_size=tokens)  # of each token
     place = torch.arange(tokens, device=new.device) - (new.cumsum(0) - new)[request]
-    return prefixes[request] + place + 1, lists[request]
+    return DecodeBatch(prefixes[request] + place + 1, lists[request])
 
 
 class KVLens:
@@ -136,9 +140,10 @@ class KVLens:
                 f"{requests} requests of {queries} queries in {forward_batch.forward_mode.name}: this server "
                 f"was sized for {len(self._ordinals)} per request and {len(self.buffer)} in all"
             )
+        lists = forward_batch.req_pool_indices[:requests]
         if forward_batch.forward_mode.is_decode_or_idle() and not self._computes_decodes:
-            return DecodeBatch(forward_batch.seq_lens[:requests], queries)
-        return DecodeBatch(self.buffer[:tokens], queries)
+            return DecodeBatch(forward_batch.seq_lens[:requests], lists)
+        return DecodeBatch(self.buffer[:tokens], lists, queries)
 
     def fill(self, batch: DecodeBatch, forward_batch: ForwardBatch) -> None:
         """Compute a batch's kv_lens with operations on static tensors only, which a graph can record."""
@@ -184,3 +189,65 @@ def decode_workspace_bytes(
         workspace_bytes(fmt, heads, requests * queries, max_rows, queries_per_list=queries, sm_count=sms)
         for queries in range(1, most_queries + 1)
     )
+
+
+class ListReader:
+    """Attends rows of a pool by the lists of SGLang's request table.
+
+    With decode context parallelism a rank attends its own rows: every `ranks`-th entry of a list. `heads` is
+    the number of query heads of one rank, and `requests` and `most_queries` bound a batch. Target, draft
+    and draft steps run one after the other and share a workspace.
+    """
+
+    def __init__(
+        self,
+        pool: RowPool,
+        req_to_token: torch.Tensor,
+        heads: int,
+        requests: int,
+        most_queries: int,
+        draft_step: int = 0,
+    ):
+        self.pool, self.req_to_token = pool, req_to_token
+        self.ranks, self.rank = pool.slots_per_row, get_parallel().attn_dcp_rank
+        self._own_entries = req_to_token[:, self.rank :: self.ranks]
+        device, decoded_heads = req_to_token.device, heads * self.ranks  # a rank decodes the heads of all
+        self.kv_lens = KVLens(requests, most_queries, device, draft_step, rank=self.rank, ranks=self.ranks)
+        self.deterministic = is_deterministic()
+        tokens = max(requests * most_queries, DETERMINISTIC_LISTS if self.deterministic else 0)
+        #: `[tokens, heads]` float32, natural: of the last call.
+        self.lse = torch.empty((tokens, decoded_heads), dtype=torch.float32, device=device)
+        needed = decode_workspace_bytes(
+            pool.row_format, decoded_heads, requests, self._own_entries.shape[1], most_queries, device
+        )
+        self._workspace = get_buffer(f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, device))
+
+    def attend(self, q, q_rope, layer: RadixAttention, batch: DecodeBatch, out: torch.Tensor) -> None:
+        """Attend the queries of a batch, into `out` and the first rows of `lse`.
+
+        `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
+        """
+        if self.deterministic and len(out) > DETERMINISTIC_LISTS:
+            for first in range(0, len(out), DETERMINISTIC_LISTS):
+                some = slice(first, first + DETERMINISTIC_LISTS)
+                part = DecodeBatch(batch.kv_lens[some], batch.lists[some])
+                self.attend(q[some], None if q_rope is None else q_rope[some], layer, part, out[some])
+            return
+        pool, layer_id = self.pool, layer.layer_id
+        mla_decode(
+            q,
+            pool.get_row_buffer(layer_id).squeeze(1),
+            self._own_entries,
+            batch.kv_lens,
+            pool.row_format,
+            layer.scaling,
+            pool.k_scale(layer_id),
+            q_rope=q_rope,
+            list_index=batch.lists,
+            queries_per_list=batch.queries_per_request,
+            page=pool.page_stride,
+            out=out,
+            lse=self.lse[: len(out)],
+            workspace=self._workspace,
+            batch_invariant=self.deterministic,
+        )

@@ -46,11 +46,12 @@ def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
     from sgl_kvpool.srt.attention import cuda as module
+    from sgl_kvpool.srt.attention import decode_verify, prefill
 
     for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
         make = functools.partial(Wrapper, getattr(flashinfer, name))
         monkeypatch.setattr(base, name, make, raising=False)  # absent from SGLang without a GPU
-    for owner in (base, module):
+    for owner in (base, decode_verify, prefill):
         monkeypatch.setattr(owner, "get_buffer", lambda name, make: make())  # each test has its own
     monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
     vars(case.runner).update(
@@ -68,8 +69,8 @@ def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
         zeros = torch.zeros
         patch.setattr(torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more))
         backend = module.KVPoolMLACudaBackend(case.runner, bool(draft_step), draft_step=draft_step)
-    if backend._reader is not None:
-        backend._reader.wrapper = None  # FlashInfer's call is tested in test_cuda_extend.py
+    if backend.absorbed_prefill is not None:
+        backend.absorbed_prefill.reader.wrapper = None  # FlashInfer's call is tested in test_cuda_extend.py
     return backend
 
 
@@ -144,7 +145,7 @@ def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
 @pytest.mark.parametrize("split", [False, True])
 def test_prefill_in_other_modes_and_chunks(mode, split, monkeypatch):
     case = CudaCase("fp4", [50, 61, 3], [43, 20, 2], monkeypatch)
-    case.backend._reader.workspace_tokens = 16
+    case.backend.absorbed_prefill.reader.workspace_tokens = 16
     # The last request has one new token, so the decode kernel attends it, over the row just stored.
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=[True, True, False]))
 
@@ -185,7 +186,7 @@ def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split
     """MIXED: two prefill requests, one of them with a single new token, then two decode requests."""
     case = CudaCase(layout, [40, 33, 70, 5], [39, 20, 69, 4], monkeypatch, reads_rows=reads_rows)
     if chunks:
-        case.backend._reader.workspace_tokens = chunks
+        case.backend.absorbed_prefill.reader.workspace_tokens = chunks
     fresh = [not reads_rows] * 2 + [False] * 2
     close(case.run("MIXED", split=split), case.wanted(fresh_as_computed=fresh))
     assert (case.backend._extend.prefix_tokens, case.backend._extend.query_tokens) == (39 + 20, 1 + 13)
@@ -194,7 +195,7 @@ def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split
 def test_more_single_tokens_than_there_is_room_for(monkeypatch):
     """Only the last two of the single-token requests fit; the first goes through prefill."""
     case = CudaCase("fp4", [9, 40, 7, 65], [3, 39, 6, 64], monkeypatch)
-    case.backend._lse = case.backend._lse[:2]
+    case.backend._lists.lse = case.backend._lists.lse[:2]
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=[True, True, False, False]))
     assert case.backend._extend.query_tokens == 7
 
@@ -257,7 +258,7 @@ def test_the_mha_form_is_sglangs(monkeypatch):
 def test_lse_of_the_mha_form_is_natural(monkeypatch):
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMhaChunkKVRunner
 
-    from sgl_kvpool.srt.attention.mha_form import ChunkRunner
+    from sgl_kvpool.srt.attention.prefill import ChunkRunner
 
     runner = CudaCase("fp4", [9], [3], monkeypatch).backend.mha_chunk_kv_cache
     assert type(runner) is ChunkRunner

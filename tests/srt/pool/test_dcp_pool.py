@@ -130,7 +130,7 @@ def test_kv_lens_count_a_ranks_own_positions():
             lens = KVLens(len(lengths), queries, "cpu", rank=rank, ranks=ranks)
             batch = SimpleNamespace(
                 batch_size=len(lengths), forward_mode=ForwardMode[mode], seq_lens=torch.tensor(lengths),
-                spec_info=SimpleNamespace(draft_token_num=queries),
+                req_pool_indices=torch.arange(6), spec_info=SimpleNamespace(draft_token_num=queries),
             )  # fmt: skip
             found = lens.of(batch)
             lens.fill(found, batch)

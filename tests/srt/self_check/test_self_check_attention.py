@@ -98,7 +98,7 @@ def test_lengths_without_the_new_token_are_noticed(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
 def test_slots_that_are_taken_for_rows_of_others(kind, arrangement, monkeypatch):
-    from sgl_kvpool.srt.attention import cuda
+    from sgl_kvpool.srt.attention import decode_verify
 
     case = backend_of(kind, "fp4", monkeypatch, arrangement=arrangement, page_size=8)
     if kind == "cpu":
@@ -110,12 +110,12 @@ def test_slots_that_are_taken_for_rows_of_others(kind, arrangement, monkeypatch)
 
         monkeypatch.setattr(case.backend, "init_forward_metadata", moved)
     else:
-        decode = cuda.mla_decode
+        decode = decode_verify.mla_decode
 
         def other(q, pool, lists, *more, **named):
             return decode(q, pool, lists.roll(1, 0), *more, **named)
 
-        monkeypatch.setattr(cuda, "mla_decode", other)
+        monkeypatch.setattr(decode_verify, "mla_decode", other)
     assert "attention over rows of fp4, layer 6" in difference(case)
 
 
