@@ -104,23 +104,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"memory of a GPU in GiB that is in use before the weights are loaded ({TAKEN_GIB:g})",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the plan as PNG")
     add_server_arguments(parser, ", or a whole command, whose model is not used")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, print, draw; returns 1 if none of our layouts can be served with these arguments.
+    """Plan and print; returns 1 if none of our layouts can be served with these arguments.
 
-    ValueError for a model that does not exist or an invalid argument; OSError as `ask`, or if the plot cannot
-    be written; NoAnswer as `ask`.
+    ValueError for a model that does not exist or an invalid argument; OSError and NoAnswer as `ask`.
     """
     model = find_model(arguments.model)
     if model.config is not None:
         check_sizes(json.loads(model.config))
     _read_server_arguments(arguments)
     _check(arguments)
-    if arguments.plot is not None:
-        report.check_plot(arguments.plot)
     weights_gib = arguments.weights_gb if arguments.weights_gb is not None else model.weights_gib
     machine = {
         "gpu_gib": arguments.gpu_gb,
@@ -146,10 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         servers=list(zip(candidates, answers, strict=True)),
         others=arguments.server_arguments,
     )
-    # Print before drawing, so that a failure of the plot does not lose the text.
-    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan), flush=True)
-    if arguments.plot is not None:
-        report.draw(plan, arguments.plot)
+    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan))
     return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
 
 

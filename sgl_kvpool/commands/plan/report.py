@@ -1,7 +1,6 @@
-"""A plan as text for a terminal, and as an image."""
+"""A plan as text for a terminal."""
 
 import re
-from pathlib import Path
 
 from sgl_kvpool.commands.plan.planned import MEMORY, Plan, PlannedServer
 
@@ -183,61 +182,3 @@ def _commands(plan: Plan) -> list[str]:
     # The weights are a fact about the command too: a model that does not fit would not load.
     unknown = "" if plan.weights_known else " (weights are unknown, so it is not known whether they fit)"
     return ["", f"commands{unknown}:", *(f"  {command}" for command in commands)]
-
-
-def check_plot(path: Path) -> None:
-    """Raise ValueError without matplotlib or for a folder, OSError if the path cannot be written."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'sgl-kvpool[bench]'") from None
-    if path.is_dir():
-        raise ValueError(f"--plot {path} is a folder; name a file")
-    existed = path.exists()
-    with path.open("ab"):
-        pass
-    if not existed:
-        path.unlink()
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Draw tokens per layout, on device and host, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    servers = [server for server in plan.servers if server.tokens]
-    if not servers:
-        raise ValueError("no plot: every server is refused")
-    figure = Figure(figsize=(8, 0.6 * len(servers) + 2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    places = range(len(servers))
-    has_host = any(server.host_tokens for server in servers)
-    height = 0.38 if has_host else 0.7
-    bars = axes.barh(
-        [place - (height / 2 if has_host else 0) for place in places],
-        [server.tokens / 1e6 for server in servers],
-        height=height,
-        label="device",
-    )
-    counts = [f"{server.requests} request{'' if server.requests == 1 else 's'}" for server in servers]
-    axes.bar_label(bars, counts, padding=3, fontsize=8)
-    if has_host:
-        axes.barh(
-            [place + height / 2 for place in places],
-            [server.host_tokens / 1e6 for server in servers],
-            height=height,
-            label="host",
-        )
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    axes.set_yticks(list(places), [server.name for server in servers])
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("million tokens; sizes by SGLang for these arguments, not measured")
-    axes.grid(axis="x", alpha=0.3)
-    name = plan.model.get("name", plan.model_path)
-    figure.suptitle(
-        f"{name} on {plan.tp_size} x {plan.machine['gpu_gib']:g} GiB, "
-        f"requests of {plan.context_tokens} tokens"
-    )
-    figure.savefig(path, dpi=120, format="png")
