@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
-from sgl_kvpool.attention import compiled, decode_checks
-from sgl_kvpool.attention.cpu import attend, merge
+from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention.cpu import attend_lists
 from sgl_kvpool.attention.decode_config import (
     DEFAULT_SM_COUNT,
     INVARIANT_LISTS,
@@ -15,13 +15,9 @@ from sgl_kvpool.attention.decode_config import (
     decode_config,
     partial_elements,
 )
-from sgl_kvpool.codec import checks, gather_rows
+from sgl_kvpool.codec import checks
 from sgl_kvpool.layout import RowFormat
-from sgl_kvpool.memory.arrangement import rows_of_slots
 from sgl_kvpool.refusal import whole_number
-
-#: Number of rows that the CPU path decodes at a time: 9 MB of float32.
-_CHUNK_ROWS = 4096
 
 
 def workspace_bytes(
@@ -191,7 +187,7 @@ def mla_decode(
         fmt=fmt, scale=scale, k_scale=k_scale, queries_per_list=queries_per_list, page=page, out=out, lse=lse,
     )  # fmt: skip
     if not pool.is_cuda:
-        _decode_on_cpu(params)
+        _decode_on_cpu(params, batch_invariant)
         return out, lse
 
     from sgl_kvpool.attention.decode_launch import launch  # machines without a GPU may lack Triton
@@ -234,8 +230,7 @@ def partial_results(
     return buffer
 
 
-def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
-    """Attend in C++; where nothing compiles, in torch and float32, one chunk of a list at a time."""
+def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) -> None:
     p, each = params, params.queries_per_list
     limits = p.kv_lens.long().clamp(0, p.kv_indices.shape[1])
     chosen = torch.arange(p.lists, device="cpu") if p.list_index is None else p.list_index.long()
@@ -246,37 +241,9 @@ def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
         raise IndexError(
             f"list_index[{group}] is {chosen[group]}, kv_indices has {len(p.kv_indices)} lists; pass another"
         )
-    if compiled.module() is not None:
-        tokens = torch.arange(0, len(p.q), each, device="cpu")
-        lists = torch.stack([chosen * p.kv_indices.stride(0), tokens, torch.full_like(tokens, each)], dim=1)
-        compiled.attend_rows(
-            p.out,
-            p.lse,
-            p.q,
-            p.q_rope,
-            p.pool,
-            p.kv_indices,
-            lists,
-            limits,
-            p.fmt,
-            p.scale,
-            p.k_scale,
-            p.page,
-        )
-        return
-    queries = p.q.float() if p.q_rope is None else torch.cat([p.q, p.q_rope], -1).float()
-    heads, rank = p.out.shape[1:]
-    for group in range(p.lists):
-        tokens = slice(group * each, (group + 1) * each)
-        out = queries.new_zeros((each, heads, rank))
-        lse = queries.new_full((each, heads), float("-inf"))
-        length = int(longest[group])
-        for first in range(0, length, _CHUNK_ROWS):
-            slots = p.kv_indices[chosen[group], first : min(first + _CHUNK_ROWS, length)]
-            rows = rows_of_slots(slots.long(), p.page)
-            kv = gather_rows(p.pool, rows, p.fmt, torch.float32, k_scale=p.k_scale)
-            part = attend(
-                queries[tokens], kv, rank, p.scale, limits=limits[tokens] - first, present=rows >= 0
-            )
-            merge(out, lse, *part)
-        p.out[tokens], p.lse[tokens] = out.to(p.out.dtype), lse
+    tokens = torch.arange(0, len(p.q), each, device="cpu")
+    lists = torch.stack([chosen * p.kv_indices.stride(0), tokens, torch.full_like(tokens, each)], dim=1)
+    attend_lists(
+        p.out, p.lse, p.q, p.q_rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip

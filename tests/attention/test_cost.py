@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from sgl_kvpool.attention.cpu import Request, RowReader
+from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -30,17 +30,16 @@ def test_a_pool_100_times_larger_costs_the_same(layout):
     values = torch.randn(SLOTS, 576, generator=generator).bfloat16()
     small = encode_rows(values[:, :512], values[:, 512:], fmt)
     large = small.repeat(FACTOR, 1)
-    reader = RowReader(fmt)
-    plan = reader.plan([Request(i, 1, CONTEXT - 1, i * CONTEXT, CONTEXT) for i in range(REQUESTS)])
-    ids = torch.randperm(SLOTS, generator=generator)[: REQUESTS * CONTEXT]
+    ids = torch.randperm(SLOTS, generator=generator)[: REQUESTS * CONTEXT].view(REQUESTS, CONTEXT)
+    lens = torch.full((REQUESTS,), CONTEXT)
     q = torch.randn(REQUESTS, 16, 576, generator=generator)
     seen = []
     for _ in range(RUNS):
         times = [
             # The same number of rows, spread over the whole large pool.
             [
-                seconds(lambda: reader.attend(q, small, ids, plan, 0.04)),
-                seconds(lambda: reader.attend(q, large, ids * FACTOR, plan, 0.04)),
+                seconds(lambda: mla_decode(q, small, ids, lens, fmt, 0.04)),
+                seconds(lambda: mla_decode(q, large, ids * FACTOR, lens, fmt, 0.04)),
             ]
             for _ in range(9)
         ]

@@ -1,13 +1,14 @@
 """Attention over stored rows on a CPU against a float64 oracle that sees decoded rows one by one."""
 
+import os
+
 import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
+from sgl_kvpool.attention import cpu as host
+from sgl_kvpool.attention.cpu import attend_lists
 
 SCALE = 0.07
 
@@ -42,36 +43,43 @@ def oracle_attention(q, kv, rank, first_position):
 
 
 def batch(lengths, queries, slots, seed=0):
-    """Requests of given stored lengths and query counts over disjoint random slots."""
+    """(lists, limits, row numbers, unused rows) of causal chunks whose last queries attend `lengths` rows."""
     free = np.random.default_rng(seed).permutation(np.arange(1, slots))
-    requests, ids = [], []
-    query_start = rows_start = 0
-    for stored, count in zip(lengths, queries, strict=True):
-        requests.append(Request(query_start, count, stored - count, rows_start, stored))
-        ids.append(free[rows_start : rows_start + stored])
-        query_start += count
-        rows_start += stored
-    return requests, torch.from_numpy(np.concatenate(ids)), free[rows_start:]
+    starts, tokens = np.cumsum([0, *lengths]), np.cumsum([0, *queries])
+    lists = torch.from_numpy(np.stack([starts[:-1], tokens[:-1], queries], axis=1))
+    limits = [
+        stored - count + 1 + i for stored, count in zip(lengths, queries, strict=True) for i in range(count)
+    ]
+    rows = torch.from_numpy(free[: starts[-1]])
+    return lists, torch.tensor(limits).clamp(min=0), rows, torch.from_numpy(free[starts[-1] :])
+
+
+def attended(q, pool, rows, lists, limits, fmt, **options):
+    """`attend_lists` into NaN."""
+    out = torch.full((*q.shape[:2], fmt.kv_lora_rank), float("nan"))
+    lse = torch.full(q.shape[:2], float("nan"))
+    nope, rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
+    attend_lists(out, lse, nope, rope, pool, rows, lists, limits, fmt, SCALE, **options)
+    return out, lse
 
 
 @pytest.mark.usefixtures("each_attention")
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("workspace_tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_decode_and_prefill_of_unequal_lengths(layout, workspace_tokens, index_dtype):
+def test_decode_and_prefill_of_unequal_lengths(layout, chunk_rows, index_dtype, monkeypatch):
+    monkeypatch.setattr(host, "_CHUNK_ROWS", chunk_rows)
     rank, rope, heads, slots = 128, 64, 3, 150
     fmt, pool, decoded = make_pool(layout, slots, rank, rope)
     lengths, queries = [1, 23, 70, 5], [1, 1, 9, 5]
-    requests, ids, unused = batch(lengths, queries, slots)
-    pool[torch.from_numpy(unused)] = 0xFF  # NaN in every encoding that has one; these slots must not be read
+    lists, limits, ids, unused = batch(lengths, queries, slots)
+    pool[unused] = 0xFF  # NaN in every encoding that has one; these rows must not be read
     q = torch.randn(sum(queries), heads, rank + rope)
-    reader = RowReader(fmt, workspace_tokens)
-    out, lse = reader.attend(q, pool, ids.to(index_dtype), reader.plan(requests), SCALE)
+    out, lse = attended(q, pool, ids.to(index_dtype), lists, limits, fmt)
     assert torch.isfinite(out).all()
-    for request in requests:
-        own = slice(request.query_start, request.query_start + request.query_count)
-        rows = ids[request.rows_start : request.rows_start + request.rows_count].numpy()
-        wanted, wanted_lse = oracle_attention(q[own].numpy(), decoded[rows], rank, request.first_position)
+    for (first, token, count), stored in zip(lists.tolist(), lengths, strict=True):
+        own, rows = slice(token, token + count), ids[first : first + stored].numpy()
+        wanted, wanted_lse = oracle_attention(q[own].numpy(), decoded[rows], rank, stored - count)
         np.testing.assert_allclose(out[own].numpy(), wanted, rtol=2e-4, atol=2e-5)
         np.testing.assert_allclose(lse[own].numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
 
@@ -80,11 +88,10 @@ def test_decode_and_prefill_of_unequal_lengths(layout, workspace_tokens, index_d
 def test_no_rope_and_k_scale():
     rank, heads = 256, 2
     fmt, pool, decoded = make_pool("fp8", 40, rank, 0)
-    requests, ids, _ = batch([30], [1], 40)
+    lists, limits, ids, _ = batch([30], [1], 40)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         q = torch.randn(1, heads, rank).to(dtype)
-        reader = RowReader(fmt)
-        out, _ = reader.attend(q, pool, ids, reader.plan(requests), SCALE, k_scale=0.5)
+        out, _ = attended(q, pool, ids, lists, limits, fmt, k_scale=0.5)
         wanted, _ = oracle_attention(q.float().numpy(), decoded[ids.numpy()] * 0.5, rank, 29)
         np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
 
@@ -92,63 +99,40 @@ def test_no_rope_and_k_scale():
 @pytest.mark.usefixtures("each_attention")
 def test_a_request_without_rows_gives_zero_and_minus_infinity():
     fmt, pool, _ = make_pool("fp4", 8, 128, 64)
-    reader = RowReader(fmt, 4)
-    requests = [Request(0, 2, 0, 0, 0)]
-    out, lse = reader.attend(
-        torch.randn(2, 1, 192), pool, torch.empty(0, dtype=torch.int64), reader.plan(requests), 1.0
-    )
+    lists, limits, ids, _ = batch([0], [2], 8)
+    assert limits.tolist() == [0, 0]
+    out, lse = attended(torch.randn(2, 1, 192), pool, ids, lists, limits, fmt)
     assert (out == 0).all()
     assert (lse == float("-inf")).all()
 
 
-@pytest.mark.usefixtures("each_attention")
-def test_prefix_and_fresh_chunk_merge_to_the_whole():
-    """A stored prefix and the keys of the chunk, attended apart and merged, as a prefill does."""
-    rank, rope, heads, prefix, chunk = 128, 64, 2, 33, 10
-    fmt, pool, decoded = make_pool("bf16", 100, rank, rope)
-    _, ids, _ = batch([prefix + chunk], [chunk], 100)
-    q = torch.randn(chunk, heads, rank + rope)
-    stored_only = [Request(0, chunk, prefix, 0, prefix)]
-    reader = RowReader(fmt, 16)
-    out, lse = reader.attend(q, pool, ids[:prefix], reader.plan(stored_only), SCALE)
-    fresh = torch.from_numpy(decoded[ids[prefix:].numpy()]).float()
-    piece, piece_lse = attend(q, fresh, rank, SCALE, limits=causal_limits(0, chunk))
-    merge(out, lse, piece, piece_lse)
-    wanted, wanted_lse = oracle_attention(q.numpy(), decoded[ids.numpy()], rank, prefix)
-    np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
-    np.testing.assert_allclose(lse.numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
-
-
 def test_query_blocks_equal_one_block(monkeypatch):
-    from sgl_kvpool.attention import cpu as host
-
     q, kv = torch.randn(11, 2, 192), torch.randn(20, 192)
-    whole = attend(q, kv, 128, SCALE, limits=causal_limits(3 - 5, 11))
+    limits = torch.arange(11) - 1
+    whole = host.attend(q, kv, 128, SCALE, limits=limits)
     monkeypatch.setattr(host, "_SCORE_BYTES", 4 * 2 * 20 * 3)  # three queries at a time
-    blocks = attend(q, kv, 128, SCALE, limits=causal_limits(3 - 5, 11))
+    blocks = host.attend(q, kv, 128, SCALE, limits=limits)
     for one, other in zip(whole, blocks, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert (whole[0][:2] == 0).all()  # positions 3 and 4 see no row from 5 on
+    assert (whole[0][:2] == 0).all()  # limits -1 and 0
     assert (whole[1][:2] == float("-inf")).all()
 
 
-@settings(max_examples=60)
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
-    piece=st.integers(1, 50),
-)
-def test_plan_covers_every_row_once(lengths, piece):
-    requests = []
-    start = 0
-    for number, length in enumerate(lengths):
-        requests.append(Request(number, 1, length - 1, start, length))
-        start += length
-    reader = RowReader(oracle.row_format("fp4", 128, 0), piece)
-    covered = []
-    for begin, count, parts in reader.plan(requests):
-        assert 0 < count <= piece
-        assert begin == len(covered)
-        for part in parts:
-            assert begin + part.offset == part.request.rows_start + part.position
-            covered += range(begin + part.offset, begin + part.offset + part.count)
-    assert covered == list(range(start))
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_bits_of_a_token_depend_on_its_own_rows_alone(threads, monkeypatch):
+    """With the batch's size and the number of threads, lists are divided into other parts."""
+    fmt, pool, _ = make_pool("fp4", 4000, 128, 64)
+    lists, limits, ids, _ = batch([1500, 700, 900], [1, 1, 1], 4000)
+    q = torch.randn(3, 5, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def bits(count, threads, invariant):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        out, lse = attended(
+            q[:count], pool, ids, lists[:count], limits[:count], fmt, batch_invariant=invariant
+        )
+        return torch.cat([out[0].flatten(), lse[0]]).view(torch.int32)
+
+    assert torch.equal(bits(1, threads, True), bits(3, 1, True))
+    assert torch.equal(bits(3, threads, True), bits(3, 1, True))
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not torch.equal(bits(1, threads, False), bits(1, 1, False))

@@ -8,8 +8,6 @@ from codec_oracle import ROW_BYTES
 from configurators import drafting, sizes_of
 
 LAYERS = 3
-#: 32768 decoded rows of 576 float32 values: the workspace of attention on a CPU.
-WORKSPACE = 32768 * 576 * 4
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def configurator(configured, checkpoints):
 def test_tokens_agree_with_hand_arithmetic(configurator, layout, page_size):
     available = 1_000_000_007
     sizes = configurator(layout)
-    wanted = (available - WORKSPACE) // (LAYERS * ROW_BYTES[layout]) // page_size * page_size
+    wanted = available // (LAYERS * ROW_BYTES[layout]) // page_size * page_size
     assert sizes.calculate_pool_sizes(available, page_size).max_total_num_tokens == wanted
 
 
@@ -40,7 +38,7 @@ def test_tokens_agree_with_hand_arithmetic(configurator, layout, page_size):
 def test_an_arrangement_changes_no_size(configurator, layout, arrangement):
     plain, arranged = configurator(layout), configurator(layout, arrangement=arrangement)
     assert plain._cell_size == arranged._cell_size == LAYERS * ROW_BYTES[layout]
-    assert plain._fixed_overhead_bytes == arranged._fixed_overhead_bytes == WORKSPACE
+    assert plain._fixed_overhead_bytes == arranged._fixed_overhead_bytes == 0
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
@@ -56,14 +54,11 @@ def test_sglang_as_it_is_keeps_its_numbers(configurator):
     assert tokens == 10_000_000 // (LAYERS * 1152)
 
 
-@pytest.mark.parametrize(
-    ("model", "rank", "rope", "row_bytes"), [("norope", 512, 0, 288), ("rank256", 256, 64, 272)]
-)
-def test_other_geometries(configurator, model, rank, rope, row_bytes):
+@pytest.mark.parametrize(("model", "row_bytes"), [("norope", 288), ("rank256", 272)])
+def test_other_geometries(configurator, model, row_bytes):
     sizes = configurator("fp4", model=model)
-    workspace = 32768 * (rank + rope) * 4
     tokens = sizes.calculate_pool_sizes(500_000_000, 1).max_total_num_tokens
-    assert tokens == (500_000_000 - workspace) // (LAYERS * row_bytes)
+    assert tokens == 500_000_000 // (LAYERS * row_bytes)
 
 
 def test_a_draft_pays_no_workspace_and_eagle_scales_by_rows(configurator):
@@ -260,7 +255,7 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
     config = overrides.model_config_of(args)
     kvc = Namespace(server_args=args, model_config=config)
     fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
-    assert budget.attention_workspace_bytes(kvc, fmt) == WORKSPACE  # on a CPU
+    assert budget.attention_workspace_bytes(kvc, fmt) == 0  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
     monkeypatch.setattr(decode_verify, "sm_count_of", lambda device: 132)

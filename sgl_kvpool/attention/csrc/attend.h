@@ -44,6 +44,7 @@ struct Attention {
   Strided q, q_rope, out, lse;
   bool q_is_bf16, out_is_bf16;
   int64_t heads;
+  bool whole_lists;  // not divided among threads, by which the sums of a query would depend on the batch
   float scale, k_scale;
 
   // Row of a list's entry; negative if it has none.
@@ -279,7 +280,7 @@ inline std::vector<Item> items_of(const Attention& call, int64_t threads) {
       work += most * (count + kGroup);
     }
   }
-  if (threads == 1) return items;
+  if (threads == 1 || call.whole_lists) return items;
   std::vector<Item> parts;
   int64_t partials = 0;
   const int64_t share = std::max<int64_t>(work / (4 * threads), 1);

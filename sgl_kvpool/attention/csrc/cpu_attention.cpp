@@ -1,4 +1,4 @@
-// Attention over rows on a CPU. Arguments are checked in attention/decode.py and attention/compiled.py.
+// Attention over rows on a CPU. Arguments are checked in attention/decode.py.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -23,7 +23,7 @@ kvpool::Strided strided(TensorView tensor) {
 // S or more.
 void attend_rows(TensorView out, TensorView lse, TensorView q, TensorView q_rope, TensorView pool, TensorView entries,
                  TensorView lists, TensorView limits, TensorView layout, double scale, double k_scale,
-                 int64_t page_tokens, int64_t page_rows, int64_t slots_per_row, int64_t threads) {
+                 int64_t page_tokens, int64_t page_rows, int64_t slots_per_row, bool batch_invariant, int64_t threads) {
   kvpool::Attention call = {};
   call.layout = static_cast<const kvpool::RowLayout*>(layout.data_ptr());
   call.pool = static_cast<const uint8_t*>(pool.data_ptr());
@@ -44,6 +44,7 @@ void attend_rows(TensorView out, TensorView lse, TensorView q, TensorView q_rope
   call.q_is_bf16 = item_bytes(q) == 2;
   call.out_is_bf16 = item_bytes(out) == 2;
   call.heads = q.size(1);
+  call.whole_lists = batch_invariant;
   call.scale = static_cast<float>(scale);
   call.k_scale = static_cast<float>(k_scale);
   for (int64_t number = 0; number < call.list_count; ++number) {

@@ -102,12 +102,8 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     view = resolving_view(kvc.server_args)
     if is_dsa(kvc.model_config):
         return 0 if sglang_dsa_reads(fmt.layout) else _sparse_bytes(kvc, fmt, view.device)
-    if KVPOOL_BACKEND not in backends_in_use(view):
+    if view.device == "cpu" or KVPOOL_BACKEND not in backends_in_use(view):
         return 0
-    if view.device == "cpu":
-        from sgl_kvpool.attention.cpu import RowReader
-
-        return RowReader.workspace_bytes(fmt)
     from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
 
     from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes

@@ -14,12 +14,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvpool import env
 from sgl_kvpool.attention import compiled
-from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
-from sgl_kvpool.attention.decode import mla_decode
+from sgl_kvpool.attention.cpu import attend_lists, merge
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
-from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, is_deterministic, tokens_as_lists
+from sgl_kvpool.srt.attention.decode_verify import is_deterministic
 from sgl_kvpool.srt.attention.layers import check_layers, pool_of
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
@@ -59,11 +59,12 @@ class KVPoolMLABackend(AttentionBackend):
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         compiled.module()  # compiled now, not by the first request
         self.deterministic = is_deterministic()
-        self._every_token: DecodeBatch | None = None  # of a deterministic server
-        self.reader = RowReader(pool.row_format)
-        self._requests: list[Request] = []
-        self._kv_indices = torch.empty(0, dtype=torch.int64)
-        self._plan: list = []
+        self.row_format = fmt = pool.row_format
+        #: New tokens' keys are attended as rows that are not rounded further than to bfloat16.
+        self._own_format = MLAKVCacheLayout.BF16.row_format(fmt.kv_lora_rank, fmt.qk_rope_head_dim)
+        # Lists and limits, as of `attend_lists`: of stored rows, and of the new tokens' own keys.
+        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._own: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows_to_write = RowsToWrite(pool)
         if self.prefill_reads_rows:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
@@ -72,34 +73,27 @@ class KVPoolMLABackend(AttentionBackend):
 
     @overrides
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Collect the row numbers of this batch; they are the same for every layer."""
-        if self.deterministic:
-            self._rows_to_write.forget()
-            self._every_token = tokens_as_lists(forward_batch)
-            return
-        seq_lens = forward_batch.seq_lens_cpu.tolist()
-        if forward_batch.forward_mode.is_decode_or_idle():
-            queries = [1] * len(seq_lens)
-            stored = seq_lens
-        else:
-            queries = list(forward_batch.extend_seq_lens_cpu)
-            prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            stored = seq_lens if self.prefill_reads_rows else prefixes
+        """Divide the batch into lists of rows; they are the same for every layer."""
         self._rows_to_write.forget()
-        self._requests = []
-        query_start = rows_start = 0
-        for seq_len, query_count, rows_count in zip(seq_lens, queries, stored, strict=True):
-            self._requests.append(
-                Request(query_start, query_count, seq_len - query_count, rows_start, rows_count)
-            )
-            query_start += query_count
-            rows_start += rows_count
+        lens = forward_batch.seq_lens_cpu.long()
+        decodes = forward_batch.forward_mode.is_decode_or_idle()
+        new = torch.ones_like(lens) if decodes else torch.tensor(forward_batch.extend_seq_lens_cpu).long()
+        first = new.cumsum(0) - new
+        request = torch.repeat_interleave(new)  # of each token
+        token = torch.arange(len(request))
+        after = token - first[request] + 1  # new tokens of the request up to this one
+        before = (lens - new)[request]
         table = self.req_to_token_pool.req_to_token
-        slots = forward_batch.req_pool_indices.tolist()
-        lists = [table[slot, :count] for slot, count in zip(slots, stored, strict=True)]
-        listed = torch.cat(lists) if lists else table.new_empty(0)
-        self._kv_indices = self.token_to_kv_pool.slot_to_row(listed)
-        self._plan = self.reader.plan(self._requests)
+        tables = forward_batch.req_pool_indices.long() * table.stride(0)
+        self._own = None
+        if self.deterministic:  # a list per token
+            each = torch.stack([tables[request], token, torch.ones_like(token)], 1)
+            self._stored = each, before + after
+            return
+        self._stored = torch.stack([tables, first, new], 1), before + after
+        if not decodes and not self.prefill_reads_rows:
+            self._stored = (self._stored[0], before) if before.any() else None
+            self._own = torch.stack([first, first, new], 1), after
 
     @overrides
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -122,15 +116,14 @@ class KVPoolMLABackend(AttentionBackend):
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
         """Absorbed prefill; see `_forward`."""
-        fresh = not self.prefill_reads_rows
-        return self._forward(q, k, layer, forward_batch, save_kv_cache, fresh, **kwargs)
+        return self._forward(q, k, layer, forward_batch, save_kv_cache, **kwargs)
 
     @overrides
     def forward_decode(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
         """Absorbed decode, one query per request, over stored rows alone; see `_forward`."""
-        return self._forward(q, k, layer, forward_batch, save_kv_cache, False, **kwargs)
+        return self._forward(q, k, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _forward(
         self,
@@ -139,51 +132,47 @@ class KVPoolMLABackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
-        attend_fresh: bool,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the batch's keys, then attend stored rows and, with `attend_fresh`, the new tokens' own keys.
+        """Store the batch's keys, then attend the lists of this step.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
         """
-        pool, fmt = self.token_to_kv_pool, self.reader.fmt
-        rank, heads = fmt.kv_lora_rank, layer.tp_q_head_num
+        pool, fmt, tokens, heads = self.token_to_kv_pool, self.row_format, q.shape[0], layer.tp_q_head_num
+        rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
         k_nope = k[..., :rank]
         if k_rope is None:
             k_rope = k[..., rank:]
         if save_kv_cache:
             pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k_nope, k_rope)
 
-        tokens = q.shape[0]
         if q_rope is None:
-            query = q.reshape(tokens, heads, fmt.head_dim)
+            q_nope, q_rope = q.reshape(tokens, heads, rank + rope).split([rank, rope], dim=-1)
         else:
-            rope = q_rope.reshape(tokens, heads, fmt.qk_rope_head_dim)
-            query = torch.cat([q.reshape(tokens, heads, rank), rope], dim=-1)
-        rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
-        if (batch := self._every_token) is not None:
-            out, _ = mla_decode(
-                query, rows, self.req_to_token_pool.req_to_token, batch.kv_lens, fmt, layer.scaling,
-                pool.k_scale(layer.layer_id), list_index=batch.lists, page=pool.page_stride,
+            q_nope, q_rope = q.reshape(tokens, heads, rank), q_rope.reshape(tokens, heads, rope)
+
+        merged = self._stored is not None and self._own is not None
+
+        def attended(rows, entries, lists, limits, fmt, k_scale=1.0, page=None):
+            out = q.new_empty((tokens, heads, rank), dtype=torch.float32 if merged else q.dtype)
+            lse = q.new_empty((tokens, heads), dtype=torch.float32)
+            attend_lists(
+                out, lse, q_nope, q_rope, rows, entries, lists, limits, fmt, layer.scaling, k_scale,
+                page, batch_invariant=self.deterministic,
             )  # fmt: skip
-            return out.reshape(tokens, heads * rank)
-        query = query.float()
-        out, lse = self.reader.attend(
-            query, rows, self._kv_indices, self._plan, layer.scaling, k_scale=pool.k_scale(layer.layer_id)
-        )
-        if attend_fresh:
-            query = query.float()
-            key = (
-                torch.cat([k_nope, k_rope.reshape(tokens, 1, fmt.qk_rope_head_dim)], dim=-1)
-                .squeeze(1)
-                .float()
-            )
-            for request in self._requests:
-                own = slice(request.query_start, request.query_start + request.query_count)
-                fresh_out, fresh_lse = attend(
-                    query[own], key[own], rank, layer.scaling, limits=causal_limits(0, request.query_count)
-                )
-                merge(out[own], lse[own], fresh_out, fresh_lse)
-        return out.to(q.dtype).reshape(tokens, heads * rank)
+            return out, lse
+
+        parts = []
+        if self._stored is not None:
+            rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
+            table, k_scale = self.req_to_token_pool.req_to_token, pool.k_scale(layer.layer_id)
+            parts.append(attended(rows, table, *self._stored, fmt, k_scale, pool.page_stride))
+        if self._own is not None:
+            values = [k_nope.reshape(tokens, rank), k_rope.reshape(tokens, rope)]
+            rows = torch.cat(values, dim=-1).bfloat16().view(torch.uint8)
+            parts.append(attended(rows, torch.arange(tokens), *self._own, self._own_format))
+        if merged:
+            merge(*parts[0], *parts[1])
+        return parts[0][0].to(q.dtype).reshape(tokens, heads * rank)

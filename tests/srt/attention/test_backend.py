@@ -127,11 +127,9 @@ def test_prefill_with_and_without_prefix(layout, reads_rows, mode, monkeypatch):
 
 @pytest.mark.usefixtures("each_attention")
 @pytest.mark.parametrize("split", [False, True])
-def test_prefill_over_a_prefix_longer_than_the_workspace(split, monkeypatch):
-    from sgl_kvpool.attention.cpu import RowReader
-
+def test_prefill_over_a_prefix_of_several_chunks(split, monkeypatch):
+    monkeypatch.setattr("sgl_kvpool.attention.cpu._CHUNK_ROWS", 16)
     case = Case("fp4", [50, 61], [43, 20], monkeypatch)
-    case.backend.reader = RowReader(case.pool.row_format, workspace_tokens=16)
     assert_attends(case.run("EXTEND", split=split), case.wanted(fresh_as_computed=True))
 
 
