@@ -49,16 +49,17 @@ def difference(case):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
     """One value of each row differs."""
-    from sgl_kvpool.attention import compiled
+    from sgl_kvpool.attention import decode
+    from sgl_kvpool.srt.attention import cpu
 
     case = backend_of(kind, layout, monkeypatch)
-    attend_rows = compiled.attend_rows
+    attend_lists = decode.attend_lists
 
-    def otherwise(out, *arguments):
-        attend_rows(out, *arguments)
+    def otherwise(out, *arguments, **options):
+        attend_lists(out, *arguments, **options)
         out[..., 77] += 0.1  # the weights' sum is 1
 
-    monkeypatch.setattr(compiled, "attend_rows", otherwise)
+    monkeypatch.setattr(cpu if kind == "cpu" else decode, "attend_lists", otherwise)
     text = difference(case)
     assert text.startswith(f"attention over rows of {layout}, layer 6: value 77 of head ")
     assert text.endswith(" within 0.004 and 1%")
@@ -106,7 +107,8 @@ def test_slots_that_are_taken_for_rows_of_others(kind, arrangement, monkeypatch)
 
         def moved(batch):
             plan(batch)
-            case.backend._kv_indices = case.backend._kv_indices.roll(1)
+            lists, limits = case.backend._stored
+            case.backend._stored = lists + torch.tensor([1, 0, 0]), limits
 
         monkeypatch.setattr(case.backend, "init_forward_metadata", moved)
     else:
