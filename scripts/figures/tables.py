@@ -23,7 +23,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 
 DOCS = ROOT / "docs"
 LAYOUTS = [layout.value for layout in MLAKVCacheLayout]
-#: Operations of `codec_xeon.json`, and what the page calls them.
+#: Operations of `codec_cpu.json`, and what the page calls them.
 CODEC = {
     "gather": "gather rows out of a pool and decode them, of a copy of the same bytes",
     "encode": "encode rows, of the same copy",
@@ -109,7 +109,7 @@ def cpu_table() -> str:
         lines.append([text, *(cells.get(layout, "") for layout in LAYOUTS)])
 
     for operation, text in CODEC.items():
-        rows = [one for one in _rows("codec_xeon") if one["operation"] == operation]
+        rows = [one for one in _rows("codec_cpu") if one["operation"] == operation]
         add(text, rows, lambda one: _percent(one["ratio_to_copy"]))
     for queries in ("bfloat16", "float32"):
         shape = {"heads": 16, "threads": 1, "queries": queries}
@@ -117,7 +117,7 @@ def cpu_table() -> str:
         text = f"CPU time of decode, 16 heads, {queries} queries: torch's / `torch.matmul`'s, of this"
         add(text, rows, lambda one: "{torch:.1f}x / {matmul:.1f}x".format(**one["times_as_fast_as"]))
     for arrangement in KVArrangement.of_rows():
-        rows = [one for one in _rows("transfer_xeon") if one.get("arrangement") == arrangement.value]
+        rows = [one for one in _rows("transfer_cpu") if one.get("arrangement") == arrangement.value]
         add(
             f"engine `cpu`, `{arrangement.value}` pool, to the host / from it, of a contiguous copy", rows,
             lambda one: f"{_percent(one['to_host_of_copy'])} / {_percent(one['to_device_of_copy'])}",
