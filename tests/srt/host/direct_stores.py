@@ -43,6 +43,11 @@ class MemoryStore:
         return [not failed for failed in bad]
 
 
+def flipped(page, place):
+    """The bytes of a page with one bit changed."""
+    return page[:place] + bytes([page[place] ^ 1]) + page[place + 1 :]
+
+
 def filled(tier, seed=3):
     """Fill every row with random bytes and the rest with guard bytes; returns the pages' memory."""
     whole = page_memory(tier)

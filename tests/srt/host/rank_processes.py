@@ -5,7 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,6 +39,35 @@ def run(script, ranks, folder, cases):
         case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(ranks)]
         for case in cases
     }
+
+
+class Rank:
+    """This process, one rank of a server. A subclass has `result_of(case)`."""
+
+    def __init__(self, rank, folder, ranks):
+        import torch.distributed as dist
+
+        self.rank, self.folder, self.failures, self.details = rank, folder, Counter(), {}
+        meet, limit = dist.FileStore(str(folder / "meet"), ranks), timedelta(seconds=60)
+        dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks, timeout=limit)
+        self.all, self.alone = dist.group.WORLD, [dist.new_group([one]) for one in range(ranks)][rank]
+
+    def run(self, case):
+        """The result of a case on this rank, with the failures that were counted."""
+        import torch.distributed as dist
+
+        from sgl_kvpool import metrics
+
+        self.failures.clear()
+        with pytest.MonkeyPatch.context() as self.patch:
+            self.patch.setattr(metrics, "failed", self.failed)
+            found = self.result_of(case)
+        dist.barrier()
+        return {**found, "failures": dict(self.failures)}
+
+    def failed(self, kind, detail=None, **_):
+        self.failures[kind] += 1
+        self.details[kind] = detail
 
 
 def go_through(make_rank, cases):

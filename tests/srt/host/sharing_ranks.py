@@ -5,17 +5,15 @@ ranks, over gloo, and writes the results. A rank that waits for others in vain e
 """
 
 import time
-from collections import Counter
-from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rank_processes
 import torch.distributed as dist
 from codec_oracle import ROW_BYTES, narrower
 from host_tier import page_memory
 from pools import device_pool, fill, memory
-from rank_processes import go_through
 from test_hybrid_stores import begin_fetch, fetch, files, stored
 from test_hybrid_tree import break_backups, prompt
 from tree_model import KINDS, Request, build, heads_pool, pool_of, publish_server
@@ -30,20 +28,13 @@ SEEDS, STEPS = range(3), 150
 SLOW = 0.2
 
 
-class Rank:
-    """This process, one rank of the server."""
-
+class Rank(rank_processes.Rank):
     def __init__(self, rank, folder):
-        self.rank, self.folder, self.failures, self.details = rank, folder, Counter(), {}
-        meet = dist.FileStore(str(folder / "meet"), RANKS)
-        dist.init_process_group(
-            "gloo", store=meet, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-        )
-        alone = [dist.new_group([one]) for one in range(RANKS)][rank]
+        super().__init__(rank, folder, RANKS)
         #: Process groups that SGLang passes to a tree (`kv_cache_builder.py:402`), with --tp-size 3.
         self.groups = {
-            "tp_cache_group": dist.group.WORLD, "attn_tp_cache_group": dist.group.WORLD,
-            "attn_cp_cache_group": alone, "pp_cache_group": alone,
+            "tp_cache_group": self.all, "attn_tp_cache_group": self.all,
+            "attn_cp_cache_group": self.alone, "pp_cache_group": self.alone,
         }  # fmt: skip
 
     def model(
@@ -66,20 +57,8 @@ class Rank:
         packed = tuple(pool_of(*given, draft="dense", **options) for _ in range(drafts))
         return build(args, self.groups, pool_of(*given, arrangement=arrangement, **options), packed=packed)
 
-    def run(self, case):
-        """The result of a case on this rank, with the failures that were counted."""
-        from sgl_kvpool import metrics
-
-        self.failures.clear()
-        with pytest.MonkeyPatch.context() as self.patch:
-            self.patch.setattr(metrics, "failed", self.failed)
-            found = CASES[case](self)
-        dist.barrier()
-        return {**found, "failures": dict(self.failures)}
-
-    def failed(self, kind, detail=None, **_):
-        self.failures[kind] += 1
-        self.details[kind] = detail
+    def result_of(self, case):
+        return CASES[case](self)
 
     def is_slow_at(self, model, direction):
         """Delay this rank's transfers in one direction."""
@@ -530,7 +509,7 @@ def main():
 
     # The attention-TP group of a server, which a process without a model does not have.
     agreement.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
-    go_through(Rank, CASES)
+    rank_processes.go_through(Rank, CASES)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from codec_oracle import ROW_BYTES
-from direct_stores import GOT, KEYS, PUT, Operation, filled, get, put
+from direct_stores import GOT, KEYS, PUT, Operation, filled, flipped, get, put
 from host_tier import page_memory, slots, stride_bytes, tier_of
 from pools import GUARD, LAYERS
 
@@ -53,35 +53,24 @@ def test_padding_holds_nothing_of_others(direct, monkeypatch):
 # -------------------------------------------------------------------- damaged and foreign pages
 
 
-def cut_and_filled_up(page):
-    return page[: len(page) // 2].ljust(len(page), b"\0")
-
-
-def flip_a_row(page):
-    return bytes([page[0] ^ 1]) + page[1:]
-
-
-def flip_the_padding(page):
-    return page[:-17] + bytes([page[-17] ^ 1]) + page[-16:]
-
-
-def flip_the_checksum(page):
-    return page[:-1] + bytes([page[-1] ^ 1])
+DAMAGE = {
+    "cut and filled up": lambda page: page[: len(page) // 2].ljust(len(page), b"\0"),
+    "row": lambda page: flipped(page, 0),
+    "padding": lambda page: flipped(page, len(page) - 17),
+    "checksum": lambda page: flipped(page, len(page) - 1),
+    "zeros": lambda page: bytes(len(page)),
+}
 
 
 @pytest.mark.parametrize("whole_batches", [False, True])
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
-@pytest.mark.parametrize(
-    "change",
-    [cut_and_filled_up, flip_a_row, flip_the_padding, flip_the_checksum, lambda page: bytes(len(page))],
-    ids=["cut", "row", "padding", "checksum", "zeros"],
-)
-def test_a_damaged_page_ends_the_prefix(direct, failures, caplog, change, layout, whole_batches):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_page_ends_the_prefix(direct, failures, caplog, damage, layout, whole_batches):
     controller = direct(layout, 64, whole_batches=whole_batches)
     filled(tier_of(controller))
     assert put(controller)
     store, sealed = controller.storage_backend, page_memory(tier_of(controller)).copy()
-    store.pages[KEYS[2]] = change(store.pages[KEYS[2]])
+    store.pages[KEYS[2]] = DAMAGE[damage](store.pages[KEYS[2]])
     hits, memory = get(controller)
     assert hits == 2
     assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])

@@ -161,32 +161,6 @@ def test_pools_that_are_not_ours():
         host_pool(device_pool("bf16", stock=True))
 
 
-# ------------------------------------------------------------------ SGLang's allocator of host slots
-
-
-def test_slots_are_given_once():
-    tier = host_pool(device_pool("fp4"), ratio=2)
-    everything = tier.available_size()
-    assert everything == tier.page_num * 4
-    one, two = tier.alloc(8), tier.alloc(everything - 8)
-    assert sorted([*one.tolist(), *two.tolist()]) == list(range(everything))
-    assert tier.alloc(4) is None
-    assert tier.free(one) == 8
-    assert sorted(tier.alloc(8).tolist()) == sorted(one.tolist())
-
-
-def test_double_free_and_freeing_what_is_not_allocated():
-    tier = host_pool(device_pool("fp4"))
-    given = tier.alloc(8)
-    tier.free(given[:4])
-    with pytest.raises(AssertionError, match="Double-free"):
-        tier.free(given)
-    with pytest.raises(AssertionError, match="Double-free"):
-        tier.free(torch.tensor([tier.size - 1]))
-    with pytest.raises(AssertionError, match="multiple of the page size"):
-        tier.alloc(3)
-
-
 def test_clear_forgets_everything():
     tier = host_pool(device_pool("fp4"))
     given = tier.alloc(12)
@@ -216,14 +190,6 @@ def test_a_capacity_that_is_given_is_kept():
     """A draft's tier is built with the capacity of its target's tier."""
     tier = host_pool(device_pool("fp8", layers=1), ratio=9, host_token_capacity=20, pool_label="draft")
     assert (tier.size, tier.page_num) == (20, 5)
-
-
-def test_memory_is_plain_without_a_gpu():
-    tier = host_pool(device_pool("bf16"))
-    assert not tier.pin_memory
-    assert not tier.kv_buffer.is_pinned()
-    tier.destroy()
-    assert tier.kv_buffer is None
 
 
 # ------------------------------------------------------------------ the view of stores and peers

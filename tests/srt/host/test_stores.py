@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from codec_oracle import LAYOUTS, ROW_BYTES
-from direct_stores import KEYS, Operation
+from direct_stores import KEYS, Operation, flipped
 from host_tier import LABELS, host_bytes, slots, stride_bytes, tier_of
 from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool
 
@@ -150,87 +150,44 @@ def test_another_layout_misses(controller_of, store, layout):
 # ------------------------------------------------------------------ bad files
 
 
-def truncate(path, others):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def lengthen(path, others):
-    raw = path.read_bytes()
-    path.write_bytes(raw[:100] + bytes(20) + raw[100:])
-
-
-def flip_a_bit(path, others):
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def _size_bytes(path):
-    """Bytes of the page in a file of LAYERS layers; the file is longer."""
-    (layout,) = (name for name in ("bf16", "fp4") if f"-{name}-" in path.name)
-    return stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout])
-
-
-def flip_a_bit_of_the_checksum(path, others):
-    raw = bytearray(path.read_bytes())
-    raw[_size_bytes(path) - 1] ^= 1
-    path.write_bytes(raw)
-
-
-def flip_a_bit_behind_the_page(path, others):
-    raw = bytearray(path.read_bytes())
-    assert len(raw) > _size_bytes(path)
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
-def page_of_another_key(path, others):
-    path.write_bytes(others[0].read_bytes())
-
-
-def zeros(path, others):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def a_folder(path, others):
-    path.unlink()
-    path.mkdir()
-
-
-def gone(path, others):
-    path.unlink()
-
-
+#: Damage -> bytes of a file, given its own, the size of its page and another file's bytes; the failure.
 DAMAGE = {
-    truncate: "page_read",
-    lengthen: "page_checksum",
-    flip_a_bit: "page_checksum",
-    flip_a_bit_of_the_checksum: "page_checksum",
-    flip_a_bit_behind_the_page: "page_checksum",
-    page_of_another_key: "page_checksum",
-    zeros: "page_checksum",
-    a_folder: "page_read",
-    gone: None,  # an ordinary miss
+    "truncated": (lambda raw, size, other: raw[:-1], "page_read"),
+    "lengthened": (lambda raw, size, other: raw[:100] + bytes(20) + raw[100:], "page_checksum"),
+    "a bit of a row": (lambda raw, size, other: flipped(raw, len(raw) // 2), "page_checksum"),
+    "a bit of the checksum": (lambda raw, size, other: flipped(raw, size - 1), "page_checksum"),
+    "a bit behind the page": (lambda raw, size, other: flipped(raw, len(raw) - 1), "page_checksum"),
+    "of another key": (lambda raw, size, other: other, "page_checksum"),
+    "zeros": (lambda raw, size, other: bytes(len(raw)), "page_checksum"),
+    "a folder": (None, "page_read"),
+    "gone": (None, None),  # an ordinary miss
 }
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_bad_file_is_a_miss(controller_of, store, failures, caplog, damage, layout):
     """Pages before it are served, the damaged page and later pages are not, and the next fetch works."""
     first = controller_of(device_pool(layout, pages=9), store=store)
     wanted = filled(first)
     assert put(first)
-    found = files(store)
-    damage(found["2"], [found["0"], found["1"]])
+    (change, failure), path = DAMAGE[damage], files(store)["2"]
+    raw, other = path.read_bytes(), files(store)["0"].read_bytes()
+    page_bytes = stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout])
+    assert len(raw) > page_bytes
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(raw, page_bytes, other))
+    elif damage == "a folder":
+        path.mkdir()
     again = controller_of(device_pool(layout, pages=9), store=store)
     hits, pages = get(again)
     assert hits == 2
     expected = np.full_like(pages, GUARD)
     expected[[0, 5]] = wanted[[3, 1]]
     assert np.array_equal(pages, expected)
-    assert failures() == ({DAMAGE[damage]: 1} if DAMAGE[damage] else {})
-    if DAMAGE[damage]:
+    assert failures() == ({failure: 1} if failure else {})
+    if failure:
         assert f"page {KEYS[2]} of the store, host slot {2 * PAGE_SIZE}" in caplog.text
     assert get(again, [4], [KEYS[3]])[0] == 1
 

@@ -5,13 +5,10 @@ rank, over gloo, and writes the results. Faults happen on rank 1 only. A rank th
 vain ends after a minute.
 """
 
-from collections import Counter
-from datetime import timedelta
-
 import pytest
+import rank_processes
 import torch.distributed as dist
 from host_tier import slots
-from rank_processes import go_through
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
 from tree_model import KINDS, build, pool_of, publish_server, request_pool
@@ -21,17 +18,10 @@ SHORT, LONGER = prompt(8), prompt(16)
 RANKS = 2
 
 
-class Rank:
-    """This process, one rank of the server."""
-
+class Rank(rank_processes.Rank):
     def __init__(self, rank, folder):
-        self.rank, self.folder = rank, folder
-        rendezvous = dist.FileStore(str(folder / "rendezvous"), RANKS)
-        dist.init_process_group(
-            "gloo", store=rendezvous, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-        )
-        both = dist.group.WORLD
-        alone = [dist.new_group([one]) for one in range(RANKS)][rank]
+        super().__init__(rank, folder, RANKS)
+        both, alone = self.all, self.alone
         names = ("tp_cache_group", "attn_tp_cache_group", "attn_cp_cache_group", "pp_cache_group")
         #: Process groups that SGLang passes to a tree (`kv_cache_builder.py:402`).
         self.groups = {
@@ -65,21 +55,14 @@ class Rank:
                 break_backups(model.tiers[which == "states"], patched)
             model.put(tokens)
 
-    def run(self, case):
-        """The results of a case on this rank."""
-        from sgl_kvpool import metrics
-
-        failures = Counter()
-        with pytest.MonkeyPatch.context() as self.patch:
-            self.patch.setattr(metrics, "failed", lambda kind, *_, **__: failures.update([kind]))
-            found = list(CASES[case](self))
-        dist.barrier()
+    def result_of(self, case):
+        found = list(CASES[case](self))
         model = found[-1][0]
         return {
-            "lengths": [length for _, length in found], "failures": failures,
+            "lengths": [length for _, length in found],
             "free": [*(tier.available_size() for tier in model.tiers), *model.free()],
             "queued": len(model.controller.load_queue),
-        }  # fmt: skip
+        }
 
 
 # For each prompt, a case yields the model and the length found; `Model.check` compares the bytes.
@@ -194,4 +177,4 @@ CASES = {
 
 
 if __name__ == "__main__":
-    go_through(Rank, CASES)
+    rank_processes.go_through(Rank, CASES)
