@@ -95,19 +95,6 @@ def test_b2_all_views_share_one_storage(order):
     assert group.tensor.untyped_storage().nbytes() == 3 * 5 * 2 * 7
 
 
-def test_a1_a_packed_reader_reads_a_neighbour():
-    """A1: (L, B, N, C) = (4, 3, 2, 6), page-major: layer 1, page 1 begins at 60, a packed reader takes 24."""
-    group = one_group("page_major", 4, 3, 2, 6)
-    raw = filled(group)
-    where = addresses("page_major", 4, 3, 2, 6)
-    assert where[1, 1, 0, 0] == 60
-    view = group.layer_view(1)
-    assert view.stride() == (48, 1)
-    assert view[1].numpy().tolist() == raw[60:72].tolist()
-    packed = view.as_strided(view.shape, (12, 1))  # what a kernel does that ignores the stride
-    assert packed[1].numpy().tolist() == raw[24:36].tolist() == raw[where[2, 0]].ravel().tolist()
-
-
 # -------------------------------------------------------------------- exact shapes of the checklist
 
 
@@ -222,17 +209,6 @@ def test_c5_states_are_separate_tensors():
             expected[1] = 99
         assert torch.equal(values, expected)
     assert (pages.tensor == 0).all()
-
-
-def test_c6_a_head_of_all_layers_is_one_run():
-    """C6: what a rank of a tensor-parallel peer takes of a page."""
-    group = one_group("head_major", 3, 4, 2, 5)
-    raw = filled(group)
-    where = addresses("head_major", 3, 4, 2, 5)  # [layer, page, head, byte]
-    for page, head in itertools.product(range(4), range(2)):
-        run = where[:, page, head].ravel()
-        assert run.tolist() == list(range(run[0], run[0] + 15))
-        assert group.tensor[page, head].numpy().ravel().tolist() == raw[run].tolist()
 
 
 # -------------------------------------------------------------------- what is refused

@@ -15,30 +15,6 @@ pytestmark = pytest.mark.usefixtures("published")
 # -------------------------------------------------------------------- states
 
 
-def test_c5_states_are_one_tensor_per_layer_and_kind():
-    """C5: fill one layer's state of one kind with 42 or 99, all others stay unchanged."""
-    pool = hybrid()
-    caches = describe(pool)
-    group = caches.group("state")
-    state = pool.mamba_pool.mamba_cache
-    state.conv[0].fill_(1), state.temporal.fill_(1)
-    for rows in pool.full_kv_pool.kv_buffer:
-        rows.fill_(1)
-    caches.view(group, group.layer(2, "ssm").runs)[3] = torch.full((1024 * 2,), 42.0).view(torch.int8)[
-        : 2 * 16 * 16 * 4
-    ]
-    conv = torch.full((3 * 96,), 99.0, dtype=torch.bfloat16).view(torch.int8)
-    caches.view(group, group.layer(0, "conv_0").runs)[5] = conv
-    assert (state.temporal[1, 3] == 42).all()
-    assert (state.conv[0][0, 5] == 99).all()
-    assert int((state.temporal != 1).sum()) == 2 * 16 * 16
-    assert int((state.conv[0] != 1).sum()) == 3 * 96
-    assert all((rows == 1).all() for rows in pool.full_kv_pool.kv_buffer)
-    assert [r.layer_id for r in caches.group("kv").layers] == [1, 3, 5]
-    names = [(r.layer_id, r.part) for r in group.layers]
-    assert names == [(0, "conv_0"), (0, "ssm"), (2, "conv_0"), (2, "ssm")]
-
-
 def test_a_window_pool_of_latent_rows():
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 

@@ -116,25 +116,6 @@ def test_d1_d2_padding_of_the_allocator():
     assert (target.tensor[..., 16256:] == -18).all()
 
 
-def test_d3_layers_of_4_and_8_heads_in_one_group():
-    """D3: pages of 16384 and 32768, two tensors, both moved."""
-    tensors = TensorList()
-    small = torch.ones(PAGES, TOKENS, 4, 128, dtype=torch.float16)
-    large = torch.ones(PAGES, TOKENS, 8, 128, dtype=torch.float16)
-    layers = [whole(tensors, i, byte_pages(t, 1, "kv")) for i, t in enumerate((small, large))]
-    caches = CanonicalKVCaches(tuple(tensors.tensors), (group_of("kv", layers),))
-    assert [r.size_bytes for r in caches.group("kv").references] == [16384, 32768]
-    assert caches.group("kv").bytes_per_page == 49152
-    into = [torch.zeros_like(small), torch.zeros_like(large)]
-    tensors = TensorList()
-    layers = [whole(tensors, i, byte_pages(t, 1, "kv")) for i, t in enumerate(into)]
-    target = CanonicalKVCaches(tuple(tensors.tensors), (group_of("kv", layers),))
-    copy_pages(caches, target, "kv", torch.tensor([3]), torch.tensor([8]))
-    for tensor in into:
-        assert (tensor[8] == 1).all()
-        assert int(tensor.count_nonzero()) == tensor[8].numel()
-
-
 @pytest.mark.parametrize(
     "change",
     [{"content": "e5m2"}, {"page_size_tokens": 8, "page_bytes": 64}, {"name": 1}, {"page_bytes": 32}],
