@@ -83,19 +83,6 @@ def test_a_name_that_is_not_ours_stops_every_process_that_loads_the_plugin(launc
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_on_another_sglang_too(launcher, other_sglang):
-    done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), SGL_KVPOOL_KV_CACHE_LAYOUT="fp4")
-    assert done.returncode == 1
-    assert "the nearest is KVPOOL_KV_CACHE_LAYOUT: set" in done.stderr.splitlines()[-1]
-    # A variable of sgl-kvpool is a request as well.
-    done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), KVPOOL_PREFILL_READS_ROWS="1")
-    assert done.returncode == 1
-    assert "KVPOOL_PREFILL_READS_ROWS=1 was requested, but SGLang 0.6.1 is not" in done.stderr
-    for name, value in (("KVPOOL_PREFILL_READS_ROWS", "0"), ("KVPOOL_KV_CACHE_LAYOUT", "auto")):
-        assert launcher.run(LOAD, PYTHONPATH=str(other_sglang), **{name: value}).stdout == "went on\n"
-
-
 @pytest.mark.parametrize("name", env.FLAGS)
 def test_a_flag_that_is_neither_yes_nor_no(environment, name):
     environment(**{name: "Perhaps"})

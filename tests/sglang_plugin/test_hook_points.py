@@ -25,25 +25,16 @@ def scheduler(tmp_path_factory, launcher):
         yield process
 
 
-def runner(process):
-    def run(code, *, pythonpath=None, **environment):
-        if pythonpath:
-            environment["PYTHONPATH"] = str(pythonpath)
-        return process.run(code, **environment)
-
-    return run
-
-
 @pytest.fixture
 def run(launcher):
     """`run(code)`: in a separate process, like SGLang's first process."""
-    return runner(launcher)
+    return launcher.run
 
 
 @pytest.fixture
 def run_in_scheduler(scheduler):
     """`run_in_scheduler(code)`: in a separate process, like SGLang's schedulers."""
-    return runner(scheduler)
+    return scheduler.run
 
 
 @pytest.mark.usefixtures("launcher", "scheduler")  # their processes import meanwhile
@@ -96,53 +87,93 @@ def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(run
         "marks = [hasattr(f, '_sgl_kvpool_hook') for f in (S.add_cli_args, S.from_cli_args)];"
         "print('hooked', marks, 'kvpool_mla' in C, [f for v in H.values() for f in v])"
     )
-    done = run(code, pythonpath=other_sglang)
+    done = run(code, PYTHONPATH=str(other_sglang))
     assert done.returncode == 0, done.stderr
     assert "hooked [False, False] False []" in done.stdout
     assert done.stderr.count("SGLang 0.6.1 is not a version") == 1
 
 
+#: Code that breaks SGLang before its plugins are loaded.
+RENAMED_STEP = (
+    "import sglang.srt.arg_groups.resolution_hooks as r;"
+    "r._OVERRIDABLE_HOOKS = r._OVERRIDABLE_HOOKS - {'handle_deprecated_dp_attention'};"
+)
+OTHER_FAILURE = "import sglang.srt.arg_groups.choices as c; c.add_attention_backend_choices = None;"
+NO_POOL_CLASS = (
+    "import sglang.srt.mem_cache.kv_cache_configurator as k;del k.KVCacheConfigurator._resolve_kv_pool_class;"
+)
+NO_TOPK = (
+    "import sglang.srt.layers.attention.dsa_backend as d;"
+    "del d.DeepseekSparseAttnBackend.get_topk_transform_method;"
+)
+WITHOUT_POINT = NO_POOL_CLASS + LOAD.format(argv=["x"]) + "print('went on')"
+GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
+FP4 = "--kv-cache-layout fp4"
+
+#: Process (of another SGLang, of this one, a scheduler), code before, arguments, environment, last line.
+STOPPED = [
+    ("other", "", FP4, {}, "a KV cache layout was requested"),
+    ("other", "", "--kv-cache-layout=fp4", {}, "a KV cache layout was requested"),
+    ("other", "", "", {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}, "a KV cache layout was requested"),
+    ("other", "", "--kv-cache-arrangement token_major", {}, "a KV cache arrangement was requested"),
+    ("other", "", "", {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}, "a KV cache arrangement was requested"),
+    ("other", "", "", {"KVPOOL_FIX_TOPK": "1"}, "KVPOOL_FIX_TOPK=1 was requested"),
+    ("other", "", "", {"KVPOOL_PREFILL_READS_ROWS": "1"}, "KVPOOL_PREFILL_READS_ROWS=1 was requested"),
+    ("other", "", "", {"SGL_KVPOOL_KV_CACHE_LAYOUT": "x"}, "the nearest is KVPOOL_KV_CACHE_LAYOUT: set"),
+    ("this", RENAMED_STEP, FP4, {}, "has no handle_deprecated_dp_attention"),
+    ("this", OTHER_FAILURE, FP4, {}, "the plugin failed: TypeError"),
+    # SGLang swallows other exceptions of a plugin.
+    ("scheduler", NO_POOL_CLASS, "", {GROUPS: "pools"}, "Configurator._resolve_kv_pool_class: not there"),
+    # Another version of this package was installed after the launcher started.
+    ("scheduler", "", "", {GROUPS: "pools, x"}, "KeyError('x')"),
+    ("scheduler", "", "", {"KVPOOL_FIX_TOPK": "maybe"}, "KVPOOL_FIX_TOPK='maybe' is neither"),
+    ("scheduler", NO_TOPK, "", {"KVPOOL_FIX_TOPK": "1"}, "get_topk_transform_method: not there"),
+]
+
+
+@pytest.mark.parametrize(("process", "breakage", "argv", "environment", "text"), STOPPED)
+def test_a_process_that_cannot_serve_what_was_requested_stops(
+    request, other_sglang, process, breakage, argv, environment, text
+):
+    start = request.getfixturevalue("run_in_scheduler" if process == "scheduler" else "run")
+    path = {"PYTHONPATH": str(other_sglang)} if process == "other" else {}
+    code = f"{breakage}{LOAD.format(argv=['x', *argv.split()])}print('went on')"
+    done = start(code, **environment, **path)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert text in done.stderr
+    if "was requested" in text:
+        assert f"{text}, but SGLang 0.6.1 is not a version" in done.stderr
+        assert "sglang>=0.5.23,<0.5.24" in done.stderr
+        assert "KVPOOL_ALLOW_UNTESTED=1" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "environment"),
     [
-        (["x", "--kv-cache-layout", "fp4"], {}),
-        (["x", "--kv-cache-layout=fp4"], {}),
-        (["x"], {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}),
-        (["x", "--kv-cache-arrangement", "token_major"], {}),
-        (["x"], {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}),
+        (FP4, {"KVPOOL_ALLOW_UNTESTED": "1"}),
+        ("--kv-cache-layout auto", {}),
+        ("--kv-cache-arrangement=auto", {}),
+        ("", {"KVPOOL_PREFILL_READS_ROWS": "0"}),
+        ("", {"KVPOOL_KV_CACHE_LAYOUT": "auto"}),
     ],
 )
-def test_another_version_that_was_asked_for_something_refuses(run, other_sglang, argv, environment):
-    done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang, **environment)
-    asked = "arrangement" if "token_major" in [*argv, *environment.values()] else "layout"
-    assert done.returncode == 1
-    assert f"a KV cache {asked} was requested, but SGLang 0.6.1" in done.stderr
-    assert "went on" not in done.stdout
-    assert "SGLang 0.6.1" in done.stderr
-    assert "sglang>=0.5.23,<0.5.24" in done.stderr
-    assert "KVPOOL_ALLOW_UNTESTED=1" in done.stderr
+def test_another_version_may_be_tried_and_is_left_alone_without_a_request(
+    run, other_sglang, argv, environment
+):
+    code = LOAD.format(argv=["x", *argv.split()]) + "print('went on')"
+    done = run(code, PYTHONPATH=str(other_sglang), **environment)
+    assert done.stdout == "went on\n", done.stderr
 
 
-def test_untested_versions_can_be_tried(run, other_sglang):
-    code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
-    done = run(code, pythonpath=other_sglang, KVPOOL_ALLOW_UNTESTED="1")
-    assert done.returncode == 0, done.stderr
-    assert "went on" in done.stdout
-
-
-#: A scheduler with a hook point that is gone.
-WITHOUT_POINT = (
-    "import sglang.srt.mem_cache.kv_cache_configurator as k;"
-    "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
-)
-
-
-def test_a_scheduler_stops_if_a_hook_point_is_gone(run_in_scheduler):
-    """In a child process of a server with a requested layout; SGLang swallows other exceptions."""
-    done = run_in_scheduler(WITHOUT_POINT, _KVPOOL_CHILD_HOOK_GROUPS="pools")
-    assert done.returncode == 1, done.stderr
-    assert "went on" not in done.stdout
-    assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
+@pytest.mark.parametrize("breakage", [RENAMED_STEP, OTHER_FAILURE])
+def test_without_a_visible_request_the_argument_stays_unknown(run, breakage):
+    """The request may be in a YAML file."""
+    code = (
+        breakage + LOAD.format(argv=["x"]) + "import argparse; from sglang.srt.server_args import ServerArgs;"
+        "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
+        "print('--kv-cache-layout' in parser._option_string_actions)"
+    )
+    assert run(code).stdout == "False\n"
 
 
 def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_path):
@@ -197,43 +228,6 @@ def test_every_argument_that_is_read_is_a_checked_field():
     assert (found & {*ServerArgs._NS_BY_FIELD}) - {*fields} == others
 
 
-@pytest.mark.parametrize(
-    ("breakage", "text"),
-    [
-        # SGLang renamed a resolution step.
-        (
-            "import sglang.srt.arg_groups.resolution_hooks as r;"
-            "r._OVERRIDABLE_HOOKS = r._OVERRIDABLE_HOOKS - {'handle_deprecated_dp_attention'};",
-            "has no handle_deprecated_dp_attention",
-        ),
-        # Any other failure in the plugin.
-        (
-            "import sglang.srt.arg_groups.choices as c; c.add_attention_backend_choices = None;",
-            "the plugin failed: TypeError",
-        ),
-    ],
-)
-def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(run, breakage, text):
-    code = breakage + LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
-    done = run(code)
-    assert done.returncode == 1, done.stderr
-    assert "went on" not in done.stdout
-    assert text in done.stderr
-    # Without a visible request, for example in YAML, the argument stays unknown.
-    code = (
-        breakage + LOAD.format(argv=["x"]) + "import argparse; from sglang.srt.server_args import ServerArgs;"
-        "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
-        "print('--kv-cache-layout' in parser._option_string_actions)"
-    )
-    assert run(code).stdout == "False\n"
-
-
-def test_auto_is_not_asking_for_a_layout(run, other_sglang):
-    for argv in (["x", "--kv-cache-layout", "auto"], ["x", "--kv-cache-arrangement=auto"]):
-        done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang)
-        assert "went on" in done.stdout, done.stderr
-
-
 #: Prints the hook groups of which all points are hooked, and those of which some are.
 HOOKED = (
     "from sgl_kvpool.sglang_plugin.hook_groups import GROUPS;"
@@ -282,41 +276,6 @@ def test_a_scheduler_without_a_launchers_hook_groups_hooks_the_pools(run_in_sche
     assert done.stdout == "['arguments', 'pools'] []\n", done.stderr
 
 
-def test_a_hook_group_that_is_not_known_stops_a_scheduler(run_in_scheduler):
-    """Another version of this package was installed after the launcher started."""
-    done = run_in_scheduler(
-        LOAD.format(argv=["x"]) + "print('went on')", _KVPOOL_CHILD_HOOK_GROUPS="pools, x"
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "KeyError('x')" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("breakage", "value", "text"),
-    [
-        ("", "maybe", "KVPOOL_FIX_TOPK='maybe' is neither"),
-        (
-            "import sglang.srt.layers.attention.dsa_backend as d;"
-            "del d.DeepseekSparseAttnBackend.get_topk_transform_method;",
-            "1",
-            "get_topk_transform_method: not there",
-        ),
-    ],
-)
-def test_a_fix_that_cannot_be_applied_stops_a_scheduler(run_in_scheduler, breakage, value, text):
-    code = breakage + LOAD.format(argv=["x"]) + "print('went on')"
-    done = run_in_scheduler(code, KVPOOL_FIX_TOPK=value)
-    assert done.returncode == 1, done.stderr
-    assert "went on" not in done.stdout
-    assert text in done.stderr
-
-
-def test_the_fix_is_refused_on_another_sglang(run, other_sglang):
-    done = run(LOAD.format(argv=["x"]) + "print('went on')", pythonpath=other_sglang, KVPOOL_FIX_TOPK="1")
-    assert done.returncode == 1
-    assert "KVPOOL_FIX_TOPK=1 was requested, but SGLang 0.6.1 is not" in done.stderr
-
-
 def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
     """Hooks of several plugins on one target, whichever is loaded first."""
     (tmp_path / "zz_other.py").write_text(
@@ -339,7 +298,7 @@ def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
         "print('--zz-other' in flags, '--kv-cache-layout' in flags)"
     )
     for order in ("sgl_kvpool,zz_other", "zz_other,sgl_kvpool"):
-        done = run(code, pythonpath=tmp_path, SGLANG_PLUGINS=order)
+        done = run(code, PYTHONPATH=str(tmp_path), SGLANG_PLUGINS=order)
         assert done.stdout == "True True\n", done.stderr
 
 
