@@ -75,12 +75,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def examine() -> dict[str, Any]:
     """Version of the installed SGLang, and the points of each hook group with description and problem."""
-    from sgl_kvpool.commands.hook_group import COMMANDS
+    from sgl_kvpool.commands.doctor.probes import hook_groups
     from sgl_kvpool.sglang_plugin import hook_points
-    from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 
     groups = {}
-    for group in (*GROUPS, COMMANDS):
+    for group in hook_groups():
         points = {}
         for point in group.points():
             problems = hook_points.check([point])

@@ -20,7 +20,7 @@ from scripts.bench.sweep import Benchmark, verdict
 from scripts.kit.timing import seconds
 from sgl_kvpool import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.codec import decode_rows, encode_rows, gather_rows, store_rows
-from sgl_kvpool.commands.machine import machine
+from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.layout import Encoding
 
 RANK, ROPE = 512, 64

@@ -24,7 +24,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention import compiled
 from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.codec import decode_rows, encode_rows
-from sgl_kvpool.commands.machine import machine
+from sgl_kvpool.commands.doctor.probes import machine
 
 RANK, ROPE, SCALE = 512, 64, 0.04
 #: Least ratio of CPU times to the torch path, for packed rows and for bf16 rows, and to torch.matmul on

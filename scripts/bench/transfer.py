@@ -23,7 +23,7 @@ from scripts.bench.sweep import Benchmark, verdict
 from scripts.bench.transfer_gpu import LAYERS, PAGE_SIZE, caches
 from scripts.kit.timing import seconds
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.commands.machine import machine
+from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.transfer.conversion import narrower_layouts
 from sgl_kvpool.transfer.cpu_engine import CpuEngine, TorchEngine
 from sgl_kvpool.transfer.plan import TransferPlan

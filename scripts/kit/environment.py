@@ -19,7 +19,7 @@ from typing import Any
 from scripts import ROOT
 from scripts.kit.outputs import commit
 from sgl_kvpool import __version__
-from sgl_kvpool.commands.machine import processor
+from sgl_kvpool.commands.doctor.probes import processor
 
 __all__ = ["OPTIONAL_MODULES", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
 

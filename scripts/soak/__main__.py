@@ -32,7 +32,7 @@ from scripts.kit.runner import Interrupted, signals_interrupt
 from scripts.soak.leg import soak
 from scripts.soak.servers import LEGS, Leg, of_model
 from sgl_kvpool import __version__
-from sgl_kvpool.commands.machine import machine
+from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.sglang_plugin.options import environment_problems
 

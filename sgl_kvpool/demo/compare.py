@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
-from sgl_kvpool.commands.doctor.probes import host
-from sgl_kvpool.commands.machine import machine
+from sgl_kvpool.commands.doctor.probes import host, machine
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.measure import (

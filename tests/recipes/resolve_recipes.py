@@ -110,13 +110,12 @@ def main() -> None:
         importlib.import_module(module)
     from sglang.srt.plugins import load_plugins
 
-    from sgl_kvpool.commands.hook_group import COMMANDS
+    from sgl_kvpool.commands.doctor.probes import hook_groups
     from sgl_kvpool.commands.plan.sizing import Machine
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin import hook_groups
 
     load_plugins()
-    for group in (*hook_groups.GROUPS, COMMANDS):
+    for group in hook_groups():
         group.problem()
     with tempfile.TemporaryDirectory() as folder, os.fdopen(answers, "w") as pipe:
         os.chdir(folder)

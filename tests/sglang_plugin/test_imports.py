@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.commands.hook_group import COMMANDS
+from sgl_kvpool.commands.doctor.probes import hook_groups
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.imports import imports_of, sglang_names
 
@@ -62,7 +62,7 @@ def test_every_import_is_found(module):
 
 
 def test_every_module_that_imports_sglang_belongs_to_a_hook_group():
-    listed = {module for group in (*GROUPS, COMMANDS) for module in group.source_modules}
+    listed = {module for group in hook_groups() for module in group.source_modules}
     assert listed <= MODULES.keys()
     importing = {name for name in IMPORTING if imports_of(name).at_import | imports_of(name).in_functions}
     # Modules that only hook and import nothing from SGLang are listed to be applied.

@@ -8,12 +8,12 @@ from importlib import import_module
 
 import pytest
 
-from sgl_kvpool.commands.hook_group import COMMANDS
+from sgl_kvpool.commands.doctor.probes import hook_groups
 from sgl_kvpool.sglang_plugin import registry
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.registry import HookPoint, around, declared, parameters_of, uses
 
-NAMES = {group.name for group in (*GROUPS, COMMANDS)}
+NAMES = {group.name for group in hook_groups()}
 
 
 @pytest.fixture

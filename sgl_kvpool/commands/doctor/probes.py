@@ -45,6 +45,25 @@ class Finding:
     notes: list[str] = field(default_factory=list)
 
 
+def processor() -> str:
+    """Name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and the GPU, if torch sees one, for the record of a measurement."""
+    import torch
+
+    found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count(), "system": platform.system()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["cuda"] = torch.version.cuda
+    return found
+
+
 def packages() -> Finding:
     """Versions of Python and of the relevant distributions."""
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
@@ -101,14 +120,22 @@ def plugin() -> Finding:
     return finding
 
 
+def hook_groups() -> tuple[Any, ...]:
+    """All hook groups, and one of what the commands and the demo import of SGLang besides."""
+    from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+    from sgl_kvpool.sglang_plugin.hook_points import HookGroup
+    from sgl_kvpool.sglang_plugin.imports import importing_sglang
+
+    commands = "`sgl-kvpool plan`, `warmup`, `demo` and `doctor --self-check`"
+    return (*GROUPS, HookGroup("commands", commands, modules=tuple(importing_sglang("commands", "demo"))))
+
+
 def hook_points() -> Finding:
     """Which hook groups work on the installed SGLang. Imports SGLang."""
-    from sgl_kvpool.commands.hook_group import COMMANDS
-    from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
     from sgl_kvpool.sglang_plugin.hook_points import check
 
     finding = Finding({"checked": 0, "hold": 0})
-    for group in (*GROUPS, COMMANDS):
+    for group in hook_groups():
         points = group.points()
         problems = check(points)
         finding.facts["checked"] += len(points)

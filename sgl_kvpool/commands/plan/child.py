@@ -40,8 +40,7 @@ def main() -> int:
     from sglang.srt.plugins import load_plugins
 
     from sgl_kvpool import env
-    from sgl_kvpool.commands.hook_group import COMMANDS
-    from sgl_kvpool.sglang_plugin import hook_groups
+    from sgl_kvpool.commands.doctor.probes import hook_groups
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     problem = version_problem()
@@ -50,7 +49,7 @@ def main() -> int:
     load_plugins()
     # A server on the described GPU checks its hook groups. Some of their modules look for a GPU when they are
     # imported, so they must be imported before the GPU is described.
-    for group in (*hook_groups.GROUPS, COMMANDS):
+    for group in hook_groups():
         group.problem()
     from sgl_kvpool.commands.plan.sizing import Machine
 
