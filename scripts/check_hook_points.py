@@ -12,8 +12,6 @@ are any. Each release takes
 half a minute to import.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import hashlib

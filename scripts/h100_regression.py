@@ -15,8 +15,6 @@ same --out continues a run. Without a GPU a reduced form runs on the CPU. docs/b
 This program has never been run on a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

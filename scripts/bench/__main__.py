@@ -1,15 +1,11 @@
 """The benchmarks, and tests, each imported when it runs: `python -m scripts.bench codec --help`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 from sgl_kvpool.commands.waiting import no_gpu, progress
-
-__all__ = ["BENCHMARKS", "main"]
 
 #: Module and class of each benchmark.
 BENCHMARKS = {

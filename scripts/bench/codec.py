@@ -6,8 +6,6 @@ and decode turn values to rows and back; store and gather do so into and out of 
 GPU the inputs rotate through more memory than its L2 cache holds; on a CPU one thread is measured.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial

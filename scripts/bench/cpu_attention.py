@@ -8,8 +8,6 @@ softmax (`matmul`, `matmul_bf16`), and scaled_dot_product_attention, with which 
 does; ATEN_CPU_CAPABILITY=avx2 shows AVX2.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

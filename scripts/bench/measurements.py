@@ -1,7 +1,5 @@
 """What a benchmark's rows are in a run of all steps: measurements, each with its kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -9,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.kit.records import Measurement
-
-__all__ = ["OURS", "is_ours", "measurements", "what"]
 
 #: The runner of cases that name none.
 OURS = "kvpool"

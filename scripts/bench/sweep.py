@@ -4,8 +4,6 @@ A benchmark says which cases there are and how one is measured. On a GPU cases r
 that one that hangs or faults loses only its own result.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -24,8 +22,6 @@ from scripts.bench.measurements import is_ours, what
 from scripts.kit.outputs import Report, commit, require_writable
 from scripts.kit.workers import Jobs, Outcome, cuda_is_broken, run_jobs
 from sgl_kvpool import __version__
-
-__all__ = ["Benchmark", "Skipped", "WrongResult", "line", "main", "result_of", "verdict"]
 
 Case = dict[str, Any]
 Row = dict[str, Any]

@@ -8,8 +8,6 @@ receives. Module fixtures are created again for each test, except with --togethe
 this process.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,8 +16,6 @@ from typing import Any
 import pytest
 
 from scripts.bench.sweep import Benchmark, Skipped, WrongResult
-
-__all__ = ["Tests", "in_order"]
 
 _LONGEST_REASON = 300
 

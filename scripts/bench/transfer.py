@@ -7,8 +7,6 @@ as many bytes (`of_copy`), which is the limit, and torch's copies of the same sc
 The target is 70 % of the contiguous copy, except for `token_major`, whose rows move one by one.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,8 +26,6 @@ from sgl_kvpool.transfer.conversion import narrower_layouts
 from sgl_kvpool.transfer.cpu_engine import CpuEngine, TorchEngine
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
-
-__all__ = ["Transfers"]
 
 #: Bytes of a pool, and number of rounds.
 FULL, QUICK = (1 << 30, 24), (200 << 20, 4)

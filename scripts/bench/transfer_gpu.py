@@ -5,8 +5,6 @@ in the same run, which is the limit of the link. With another layout on the host
 many bytes as cross the link.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +28,6 @@ from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
 from sgl_kvpool.transfer.gpu_engine import PageBuffer, gpu_calls
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages, Transfer, host_view
-
-__all__ = ["LAYERS", "PAGES", "PAGE_SIZE", "Gpu", "GpuTransfers", "caches", "cases", "targets"]
 
 LAYERS, PAGE_SIZE = 61, 64
 PAGES = (16, 64, 256, 1024)

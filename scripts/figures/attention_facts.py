@@ -10,8 +10,6 @@ conflicts. FlashMLA's kernels are counted in the installed wheel (`flashmla_cost
 ``docs/attention.md``. `--try` counts a tile that is not in the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@
 Rows come from `sgl_kvpool.layout`, the only dependency; tests compare README's table with `sgl-kvpool plan`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 

@@ -9,8 +9,6 @@ of an H800, which has the 132 multiprocessors and the memory of an H100, at 128 
 sparse prefill).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import tempfile
 from dataclasses import dataclass
@@ -19,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.figures import loop_costs
-
-__all__ = ["NAMES", "VERSION", "Kernel", "clk_per_row", "counted"]
 
 #: The release of sgl-flash-mla whose kernels are known here.
 VERSION = "1.0.0"

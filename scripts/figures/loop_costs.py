@@ -28,8 +28,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Costs", "Instruction", "Loop", "costs", "kernels", "least_load_lead", "loops", "role_loops"]
-
 #: Instructions by the unit that executes them.
 _UNITS = {
     "integer": (

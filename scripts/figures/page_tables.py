@@ -1,10 +1,6 @@
 """Computed tables in a documentation page, each between two comments with its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-__all__ = ["markdown", "updated"]
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -8,8 +8,6 @@ Errors of forms are computed here, on a CPU, in about ten seconds; all else is r
 whose FP4 rows are one of the forms.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

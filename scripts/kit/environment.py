@@ -1,7 +1,5 @@
 """Properties of this machine: facts for the first line of results, and requirements of steps."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -20,8 +18,6 @@ from scripts import ROOT
 from scripts.kit.outputs import commit
 from sgl_kvpool import __version__
 from sgl_kvpool.commands.doctor.probes import processor
-
-__all__ = ["OPTIONAL_MODULES", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
 
 _PACKAGES = (
     *("triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),

@@ -1,7 +1,5 @@
 """Output files of a program, and the commit of its results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -11,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-
-__all__ = ["Report", "commit", "replace_file", "require_writable"]
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:

@@ -5,8 +5,6 @@ the GPU's memory. So this process adopts its orphaned descendants (PR_SET_CHILD_
 found as its children.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -19,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.kit.workers import end_with_parent
-
-__all__ = ["Ended", "processes", "run_command"]
 
 #: PR_SET_CHILD_SUBREAPER of Linux's prctl.
 _PR_SET_CHILD_SUBREAPER = 36

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "SCHEMA", "Measurement", "Run", "StepRecord", "read_lines", "read_run", "write_lines"]
-
 #: Schema version of results.jsonl. Increase it when a field or the meaning of a metric changes.
 SCHEMA = 2
 

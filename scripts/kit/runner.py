@@ -1,7 +1,5 @@
 """Runner of steps in sequence, each a process with a log and a time limit; failures do not stop others."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import Counter
@@ -16,8 +14,6 @@ from scripts.kit.environment import Machine, on_path
 from scripts.kit.processes import Ended, run_command
 from scripts.kit.records import Measurement, StepRecord
 from scripts.kit.workers import signal_name
-
-__all__ = ["Interrupted", "Step", "in_words", "run_steps", "signals_interrupt"]
 
 
 class Interrupted(BaseException):

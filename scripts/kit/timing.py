@@ -1,13 +1,9 @@
 """Time of one call: on a GPU between two events, without its launches; on a CPU by the clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
 import torch
-
-__all__ = ["seconds"]
 
 #: Cycles that a GPU waits before its clock starts, some 0.5 ms. All launches of a call must be in the queue
 #: by then: Triton's launch alone takes tens of microseconds, and a later launch would be timed as waiting.

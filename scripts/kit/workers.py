@@ -7,8 +7,6 @@ replaced by a new one.
 The program with the jobs calls `run_jobs`; a worker is a program that iterates over `Jobs.begin`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -26,8 +24,6 @@ from typing import Any
 
 from scripts.kit.environment import on_path
 from sgl_kvpool.commands.waiting import Answers
-
-__all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs", "signal_name"]
 
 #: PR_SET_PDEATHSIG of Linux's prctl.
 _PR_SET_PDEATHSIG = 1

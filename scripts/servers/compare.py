@@ -1,14 +1,10 @@
 """Comparison of two runs: metrics that became worse by more than the margin of their kind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.kit.records import KINDS, Measurement, Run
-
-__all__ = ["Comparison", "compare"]
 
 
 @dataclass

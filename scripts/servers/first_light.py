@@ -3,15 +3,11 @@
 Steps run in order of their value, each with a time limit; the limits add up to less than nine minutes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from scripts.kit.environment import Machine
 from scripts.kit.runner import Step
 from scripts.servers.steps import TESTS, bench, checks
-
-__all__ = ["MINUTES", "first_light_steps"]
 
 #: Time limit of all steps in minutes; a step that is ended then may take half a minute to stop.
 MINUTES = 8.3

@@ -3,13 +3,9 @@
 A step whose measurements exceed them fails. records.py has the margins between two runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding, check_complete
-
-__all__ = ["BASELINE", "LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "Limits"]
 
 #: Layout of SGLang's own rows. Servers of the other layouts are compared with its server.
 BASELINE = MLAKVCacheLayout.BF16.value

@@ -1,7 +1,5 @@
 """Requests to a running server: hits on device and host, throughput."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,8 +9,6 @@ from typing import Any
 
 from scripts.servers.shapes import PAGE_SIZE
 from sgl_kvpool.demo.server import Server
-
-__all__ = ["Hits", "full_hit", "throughput", "wait_for_hits"]
 
 ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 #: Tokens generated after hits, to check the rows that were found.

@@ -1,14 +1,10 @@
 """Text of a run, from its records: what is wrong, what is not known, servers, targets and numbers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.kit.records import StepRecord
-
-__all__ = ["text"]
 
 #: Most lines of failed tests, of faster splits, and of a step's numbers; results.jsonl has all.
 _MOST_TESTS, _MOST_SPLITS, _MOST_NUMBERS = 20, 12, 40

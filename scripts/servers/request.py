@@ -10,8 +10,6 @@ from typing import Any
 from scripts.servers.shapes import LAYOUTS, Load, tokens
 from sgl_kvpool.demo.measure import Scores
 
-__all__ = ["PARTS", "Answers", "Options", "Request"]
-
 #: Parts of a server's step.
 PARTS = ("accuracy", "memory", "throughput", "hits")
 

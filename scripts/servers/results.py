@@ -1,7 +1,5 @@
 """A folder of results: its journal, written after each step, and the run as text and as JSON beside it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +11,6 @@ from scripts.kit.outputs import replace_file
 from scripts.kit.records import SCHEMA, Run, StepRecord, read_run, write_lines
 from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
 from scripts.servers import report
-
-__all__ = ["Results"]
 
 
 class Results:

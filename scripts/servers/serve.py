@@ -7,8 +7,6 @@ FOLDER contains request.json (a `Request`), and gets measurements.jsonl, answers
 of a part are written immediately; a part that fails does not stop the others. GPU and CPU share this code.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import statistics
@@ -28,8 +26,6 @@ from scripts.servers.request import PARTS, Answers, Request
 from sgl_kvpool.demo.measure import Scores, compare_scores, score
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-__all__ = ["main", "run"]
 
 #: Raised by an answer in another form than SGLang's.
 _OTHER_FORM = (LookupError, TypeError, ValueError)

@@ -1,7 +1,5 @@
 """Steps that start servers: every layout and arrangement of every shape, after their peers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +10,6 @@ from scripts.kit.runner import Step
 from scripts.servers.limits import BASELINE
 from scripts.servers.request import PARTS, Options, Request
 from scripts.servers.shapes import Shape, demo_shape, random_shapes
-
-__all__ = ["measurements", "server_steps"]
 
 #: Time limit of a random model's server: 1200 s for its start, and the requests.
 _LIMIT_S = 2160.0

@@ -3,8 +3,6 @@
 The random models' arguments follow tests/gpu/test_*server_gpu.py, with other sizes of batches and pools.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +13,6 @@ from scripts.kit.environment import Machine
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.attention.readers import SGLANG_READERS
 from sgl_kvpool.attention.topk_transform import working_pairs
-
-__all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "random_shapes"]
 
 LAYOUTS = tuple(layout.value for layout in MLAKVCacheLayout)
 ARRANGEMENTS = tuple(arrangement.value for arrangement in KVArrangement.of_rows())

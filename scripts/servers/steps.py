@@ -1,7 +1,5 @@
 """The steps of a run on a given machine, as shown by --list."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -12,8 +10,6 @@ from scripts.kit.runner import Step
 from scripts.servers.request import Options
 from scripts.servers.server_steps import server_steps
 from scripts.servers.shapes import LAYOUTS
-
-__all__ = ["TESTS", "all_steps", "bench", "checks", "choose"]
 
 #: Prefix of the files of GPU tests.
 TESTS = "tests/gpu/test_"

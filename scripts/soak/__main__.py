@@ -11,8 +11,6 @@ and no check noticed. Ctrl-C, SIGTERM and SIGHUP end the server too; the status 
 number.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

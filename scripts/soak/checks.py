@@ -1,7 +1,5 @@
 """Checks of an idle server: censuses, metrics, log."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Clients of a soak: HTTP requests of all kinds, some of them aborted, and their answers."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -15,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.soak.prompts import NEW_TOKENS, Prompt
-
-__all__ = ["KINDS", "MANY", "Outcome", "Traffic", "post"]
 
 #: Number of failed requests after which the clients stop.
 MANY = 10

@@ -1,7 +1,5 @@
 """Outputs of a server without caches, and their comparison with a soak's outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 from scripts.soak.clients import Outcome
 from scripts.soak.prompts import Prompt
 from sgl_kvpool.demo.server import Server
-
-__all__ = ["ColdRun", "Comparison", "compare"]
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Soak of one server: traffic in rounds, checks between and after them, comparison with a cold run."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time
@@ -18,8 +16,6 @@ from scripts.soak.prompts import Prompt, make_prompts
 from scripts.soak.servers import Leg, cold_server, soaked_server
 from sgl_kvpool.demo.model import held_out_windows
 from sgl_kvpool.demo.server import Server, ServerFailed
-
-__all__ = ["soak", "tolerance"]
 
 #: Traffic between two censuses, in seconds.
 ROUND_S = 15.0

@@ -1,12 +1,8 @@
 """Prompts of a soak: shared prefixes with tails, from one token to 0.8 of the pool."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-__all__ = ["NEW_TOKENS", "Prompt", "make_prompts"]
 
 #: Numbers of tokens that a request may generate.
 NEW_TOKENS = (1, 4, 12, 32)

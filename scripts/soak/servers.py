@@ -1,7 +1,5 @@
 """Servers of a soak, and the servers of their cold runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,6 @@ from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
-
-__all__ = ["LEGS", "Leg", "cold_server", "of_model", "soaked_server"]
 
 #: Makes SGLang compare its own counts of tokens after every step, not only when it is idle, and search for
 #: pages that are both free and in use, or free twice. A scheduler that finds a problem ends.

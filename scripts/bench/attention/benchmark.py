@@ -8,8 +8,6 @@ has the limit of rows per second that each tile's machine code sets.
 and neither pass nor miss a target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,8 +20,6 @@ from scripts.bench.attention.targets import add_ratios, targets
 from scripts.bench.measurements import what
 from scripts.bench.sweep import Skipped, first_line
 from sgl_kvpool import MLAKVCacheLayout
-
-__all__ = ["Attention"]
 
 
 class Attention(MeasuredAttention):

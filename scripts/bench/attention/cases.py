@@ -10,8 +10,6 @@ from scripts.bench.measurements import OURS
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.layout import Encoding
 
-__all__ = ["CPU_GRID", "FP4_LAYOUTS", "GPU_GRID", "PAGE_SIZE", "PEERS", "Grid", "Workload", "cases"]
-
 PAGE_SIZE = 64
 #: Peers for dense lists and for top-k lists. All attend BF16 rows, except the last for top-k lists.
 DENSE_PEERS = ("sglang_triton", "flashinfer", "flashmla")

@@ -1,7 +1,5 @@
 """Clocks and memory of the device that attention is measured on."""
 
-from __future__ import annotations
-
 import gc
 import platform
 import statistics
@@ -12,8 +10,6 @@ import torch
 
 from scripts.kit.environment import driver_facts
 from scripts.kit.timing import seconds
-
-__all__ = ["CpuDevice", "CudaDevice"]
 
 Call = Callable[[], torch.Tensor]
 

@@ -13,8 +13,6 @@ from sgl_kvpool import KVArrangement, RowFormat
 from sgl_kvpool.codec import encode_rows, reference
 from sgl_kvpool.memory.arrangement import PageStride, RowPlacement, rows_of_slots
 
-__all__ = ["RANK", "ROPE", "SCALE", "Problem", "buffer_bytes", "check", "make_problem"]
-
 RANK, ROPE = 512, 64
 SCALE = (RANK + ROPE) ** -0.5
 #: Largest error norm relative to the result's norm: weights and results are rounded to bf16, 2**-9 each.

@@ -1,12 +1,8 @@
 """Clocks per row of the units of a multiprocessor in each tile of `mla_decode`, which bound its rate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-__all__ = ["TILE_COSTS", "UNITS", "busiest_unit", "busiest_unit_clk"]
 
 #: A list of objects, one per layout, kernel and number of query heads, FlashMLA's kernels last;
 #: ``attention_facts.py`` counts them, and ``docs/attention.md`` describes them.

@@ -1,7 +1,5 @@
 """Checked times of attention on one device: what `bench attention` and `bench tiles` share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,8 +9,6 @@ from scripts.bench.attention.inputs import RANK, ROPE, Problem, buffer_bytes, ch
 from scripts.bench.attention.peers import Prepared, Runner
 from scripts.bench.sweep import Benchmark, Skipped, WrongResult, first_line
 from sgl_kvpool import MLAKVCacheLayout, RowFormat
-
-__all__ = ["MeasuredAttention", "best_us"]
 
 #: Share of the free memory that a pool may take; the rest is for the runners' own allocations.
 MEMORY_SHARE = 0.85

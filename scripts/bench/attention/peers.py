@@ -5,8 +5,6 @@ Everything that SGLang prepares once per step (splits, plans, schedules, page ta
 clock starts. All peers are optional: a peer that cannot be imported or run is reported with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +18,6 @@ from scripts.bench.measurements import OURS
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_config
-
-__all__ = ["Prepared", "Runner", "runners"]
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Ratios of measured rows, and which targets of speed they meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +10,6 @@ from scripts.bench.measurements import OURS, is_ours, what
 from scripts.bench.sweep import verdict
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.layout import SegmentEncoding
-
-__all__ = ["add_ratios", "targets"]
 
 Row = dict[str, Any]
 

@@ -9,8 +9,6 @@ At the end wrong tiles, reasons, faster splits and the tile table to commit are 
 the kernels in Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,8 +25,6 @@ from scripts.bench.tiles.cases import CPU_HEADS, HEADS, checks, jobs, other_spli
 from scripts.bench.tiles.tile_table import choose, split_findings, table_text
 from sgl_kvpool.attention.decode_checks import DecodeParams
 from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, partial_elements
-
-__all__ = ["Tiles"]
 
 
 class _TileRunner(Runner):

@@ -1,7 +1,5 @@
 """Tiles of `mla_decode` that are compared, and the workloads of the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -10,8 +8,6 @@ from scripts.bench.attention.cases import Workload
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
 from sgl_kvpool.layout import SegmentEncoding
-
-__all__ = ["CPU_HEADS", "HEADS", "checks", "jobs", "other_splits", "tile_of", "tiles"]
 
 #: Query heads per list: those of DeepSeek, Kimi and GLM with TP 8, without drafts and with four.
 HEADS = (16, 8, 32, 64)

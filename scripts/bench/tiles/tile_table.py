@@ -1,7 +1,5 @@
 """Choice of the best measured tiles, and the text of the tile table."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,8 +11,6 @@ from scripts.bench.tiles.cases import tile_of
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, table
 from sgl_kvpool.layout import SegmentEncoding
-
-__all__ = ["Choice", "choose", "split_findings", "table_text"]
 
 #: A tile replaces another tile if it takes at most this share of the other's time.
 REPLACES = 0.98

@@ -1,14 +1,10 @@
 """Deliberate breakages that the soak must report; `scripts.soak --break NAME`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import torch
-
-__all__ = ["BREAKAGES", "apply"]
 
 #: "load-byte" and "host-overwrite" damage one in this many transfers; a leak happens once, after a multiple
 #: of this many frees.

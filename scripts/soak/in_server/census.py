@@ -4,8 +4,6 @@ SGLang sums up sizes; this census counts the occurrences of every page, on the d
 a page in two places does not compensate for a leaked page.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -18,8 +16,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from scripts.soak.in_server import transfers
 from scripts.soak.in_server.rows import inward_equal, outward_equal, relative_error, rows_of
 from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-
-__all__ = ["take"]
 
 #: Largest relative error between two computations of a token's row; the error between rows of different
 #: tokens is above 1.

@@ -1,14 +1,10 @@
 """Rows of both tiers, read without the code of transfers, and comparisons of their values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
-
-__all__ = ["inward_equal", "outward_equal", "relative_error", "rows_of"]
 
 
 def rows_of(pool: Any, host_pool: Any, layer: int, device_indices: torch.Tensor, host_pages: torch.Tensor):

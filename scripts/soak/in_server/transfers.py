@@ -4,8 +4,6 @@ On a GPU transfers are enqueued, and a comparison at once would change what runs
 census compares the pages in both tiers while the server is idle.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 
 from scripts.soak.in_server.rows import inward_equal, outward_equal, rows_of
 from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-
-__all__ = ["report", "watch"]
 
 _counts: dict[str, Any] = {"backed_up_pages": 0, "loaded_pages": 0, "wrong_pages": 0, "problems": []}
 #: Digest of a host page's rows after its backup, or after a store has filled it; by page.
