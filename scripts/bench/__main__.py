@@ -13,7 +13,7 @@ BENCHMARKS = {
     "attention": "scripts.bench.attention.benchmark:Attention",
     "transfer": "scripts.bench.transfer:Transfers",
     "tiles": "scripts.bench.tiles.benchmark:Tiles",
-    "tests": "scripts.bench.tests:Tests",
+    "tests": "scripts.bench.tests:PytestCases",
     "cpu_attention": "scripts.bench.cpu_attention:CpuAttention",
 }
 #: Benchmarks that run on a GPU unless --device says otherwise; on a CPU they are a dry run.

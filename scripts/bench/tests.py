@@ -20,7 +20,7 @@ from scripts.bench.sweep import Benchmark, Skipped, WrongResult
 _LONGEST_REASON = 300
 
 
-class Tests(Benchmark):
+class PytestCases(Benchmark):
     """All tests of some files. It is also the plugin of the pytest that runs them."""
 
     devices = ("cpu",)  # the tests choose the GPU themselves

@@ -12,7 +12,7 @@ import pytest
 from live_processes import alive
 
 from scripts.bench.measurements import measurements
-from scripts.bench.tests import Tests, in_order
+from scripts.bench.tests import PytestCases, in_order
 from scripts.kit.environment import on_path
 
 TESTS = """
@@ -76,7 +76,7 @@ def project(tmp_path):
 
 
 def start(project, out, *words):
-    code = "from scripts.bench import __main__, tests; tests.Tests.case_limit_s = 5.0"
+    code = "from scripts.bench import __main__, tests; tests.PytestCases.case_limit_s = 5.0"
     argv = ["tests", *words, "--json", str(out / "results.json")]
     return subprocess.Popen(
         [sys.executable, "-c", f"{code}; raise SystemExit(__main__.main({argv!r}))"],
@@ -198,7 +198,7 @@ def test_without_tests(run):
 
 def test_tests_that_were_not_run_are_wrong():
     rows = [{"job": {"test": "a.py::one"}, "status": "not run", "reason": "the 1 minutes were spent"}]
-    bench = Tests(Namespace(quick=False, device="cpu"))
+    bench = PytestCases(Namespace(quick=False, device="cpu"))
     assert bench.wrong(rows) == ["1 tests not run"]
 
 
