@@ -62,15 +62,9 @@ class Encoding(Enum):
 class SegmentEncoding(Enum):
     """How the latent or the rotary values of a row are stored.
 
-    Attributes
-    ----------
-    values : Encoding
-    scales : Encoding or None
-        Encoding of the scales that are stored beside the values; None for values without stored scales.
-    scale_block_values : int
-        Values that share one stored scale; 0 without stored scales.
-    uses_k_scale : bool
-        Whether values are divided by the layer's k_scale before they are stored.
+    `scales`: Encoding of the scales that are stored beside the values; None for values without stored scales.
+    `scale_block_values`: Values that share one stored scale; 0 without stored scales.
+    `uses_k_scale`: Whether values are divided by the layer's k_scale before they are stored.
     """
 
     BF16 = (Encoding.BF16,)
@@ -94,17 +88,10 @@ class SegmentEncoding(Enum):
 class Segment:
     """One run of equally encoded values inside a row.
 
-    Attributes
-    ----------
-    name : str
-        ``"nope"``, ``"scale"`` or ``"rope"``.
-    encoding : Encoding
-    count : int
-        Number of values.
-    offset_bytes, size_bytes : int
-        Offset and size inside the row.
-    uses_k_scale : bool
-        Whether values are divided by the layer's k_scale before they are stored.
+    `name`: ``"nope"``, ``"scale"`` or ``"rope"``.
+    `count`: Number of values.
+    `offset_bytes`, `size_bytes`: Offset and size inside the row.
+    `uses_k_scale`: Whether values are divided by the layer's k_scale before they are stored.
     """
 
     name: str
@@ -254,26 +241,12 @@ class MLAKVCacheLayout(str, Enum):
     ) -> RowFormat:
         """Byte table of a row for one geometry.
 
-        Parameters
-        ----------
-        kv_lora_rank : int
-            Latent values per token, a positive multiple of 128.
-        qk_rope_head_dim : int
-            Rotary values per token, 0 or 64.
-        align_bytes : int
-            Rows are padded with zeros to a multiple of this. 16 lets every kernel move whole rows in
-            16-byte accesses. `pool_row_format` chooses the alignment of a pool.
-
-        Returns
-        -------
-        RowFormat
-
-        Raises
-        ------
-        TypeError
-            If a number is not an integer.
-        ValueError
-            If the geometry or the alignment is outside the limits above.
+        `kv_lora_rank`: Latent values per token, a positive multiple of 128.
+        `qk_rope_head_dim`: Rotary values per token, 0 or 64.
+        `align_bytes`: Rows are padded with zeros to a multiple of this. 16 lets every kernel move whole rows
+          in 16-byte accesses. `pool_row_format` chooses the alignment of a pool.
+        TypeError: if a number is not an integer.
+        ValueError: if the geometry or the alignment is outside the limits above.
         """
         return _row_format(self, index(kv_lora_rank), index(qk_rope_head_dim), index(align_bytes))
 
@@ -322,18 +295,10 @@ check_complete(_RECORDS, "_RECORDS of sgl_kvpool/layout.py")
 class RowFormat:
     """The bytes of one row: a layout applied to a geometry. Built by `MLAKVCacheLayout.row_format`.
 
-    Attributes
-    ----------
-    layout : MLAKVCacheLayout
-    kv_lora_rank, qk_rope_head_dim : int
-        R and P: a row has R latent values followed by P rotary values.
-    align_bytes : int
-    nope : Segment
-        The latent values.
-    scale : Segment or None
-        One scale per `scale_block_values` latent values, in the order of the values.
-    rope : Segment or None
-        None if P is 0.
+    `kv_lora_rank`, `qk_rope_head_dim`: R and P: a row has R latent values followed by P rotary values.
+    `nope`: The latent values.
+    `scale`: One scale per `scale_block_values` latent values, in the order of the values.
+    `rope`: None if P is 0.
     """
 
     layout: MLAKVCacheLayout

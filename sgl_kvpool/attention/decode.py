@@ -32,21 +32,13 @@ def workspace_bytes(
 ) -> int:
     """Bytes of a `DecodeWorkspace` for all batches of up to `max_tokens` queries.
 
-    Parameters
-    ----------
-    fmt : RowFormat
-    heads : int
-        Query heads of one rank.
-    max_tokens : int
-        Queries of the largest batch.
-    max_rows : int
-        Largest `max_rows` of a call, by default the width of its `kv_indices`.
-    queries_per_list : int
-        Value passed to `mla_decode`. A workspace for several values needs the maximum of their sizes.
-    sm_count : int
-        Streaming multiprocessors of the device.
-    batch_invariant : bool
-        Value passed to `mla_decode`.
+    `heads`: Query heads of one rank.
+    `max_tokens`: Queries of the largest batch.
+    `max_rows`: Largest `max_rows` of a call, by default the width of its `kv_indices`.
+    `queries_per_list`: Value passed to `mla_decode`. A workspace for several values needs the maximum of
+      their sizes.
+    `sm_count`: Streaming multiprocessors of the device.
+    `batch_invariant`: Value passed to `mla_decode`.
     """
     most = 0
     lists = max(1, max_tokens // queries_per_list)
@@ -64,11 +56,7 @@ def workspace_bytes(
 class DecodeWorkspace:
     """Memory for partial results of splits: allocated once, shared by all calls on a stream.
 
-    Parameters
-    ----------
-    size_bytes : int
-        Result of `workspace_bytes`.
-    device : torch.device or str
+    `size_bytes`: Result of `workspace_bytes`.
     """
 
     def __init__(self, size_bytes: int, device: torch.device | str) -> None:
@@ -108,59 +96,35 @@ def mla_decode(
     and nothing is allocated if `out`, `lse` and `workspace` are given. Therefore a call can be captured in a
     CUDA graph and replayed for other lists.
 
-    Parameters
-    ----------
-    q : Tensor [T, H, R + P]
-        bfloat16 or float16, on a CPU also float32; or [T, H, R] with `q_rope`. All strides except the last
-        are free. The kernel multiplies in bfloat16 and rounds float16 queries to it.
-    pool : Tensor [S, fmt.row_bytes], uint8
-        Any row stride; on CUDA, address and stride are multiples of 16. Only rows in the lists are read.
-    kv_indices : Tensor [N, M], int32 or int64
-        Row numbers, any strides. Negative entries are skipped, at any position.
-    kv_lens : Tensor [T], int32 or int64
-        Number of entries of its list that each query attends, clamped to 0..M. Queries that share a list also
-        share its rows: a NaN in a row that one of them attends reaches all of them.
-    fmt : RowFormat
-    scale : float
-    k_scale : float
-        k_scale with which the rows were encoded; layouts without k_scale ignore it.
-    q_rope : Tensor [T, H, P], optional
-        Rotary part of the queries, in q's dtype.
-    list_index : Tensor [T / queries_per_list], int32 or int64, optional
-        List of each group of queries; list b for group b by default.
-    queries_per_list : int
-    page : PageStride, or its first two or three fields, optional
-        If given, entries of `kv_indices` are slots, of which it gives the rows.
-    out : Tensor [T, H, R], q's dtype, optional
-        Written and returned; all strides except the last are free.
-    lse : Tensor [T, H], float32, optional
-        Written and returned; any strides.
-    workspace : DecodeWorkspace, optional
-        Memory for partial results; allocated for this call by default.
-    max_rows : int, optional
-        The caller's bound on the largest `kv_lens`, at most M. Only the number of splits depends on it.
-    batch_invariant : bool
-        Whether the bits of a query's result must not depend on the other lists of the call: lists are then
-        split as in a batch of `INVARIANT_LISTS`. With one query per list, calls of the same M or `max_rows`
-        give a query the same bits in any batch.
-
-    Returns
-    -------
-    out : Tensor [T, H, R], q's dtype
-        0 for a query without rows.
-    lse : Tensor [T, H], float32
-        Natural logarithm of the sum of exponentials of the scores; -inf for a query without rows.
-
-    Raises
-    ------
-    IndexError
-        For a row number of S or more, or a list that does not exist, on a CPU. On CUDA such entries and
-        lists are skipped.
-    TypeError, ValueError
-        For dtypes, shapes, strides or sizes that do not fit, tensors on different devices, or a workspace
-        that is too small.
-    RuntimeError
-        On a GPU before Hopper.
+    `q` [T, H, R + P]: bfloat16 or float16, on a CPU also float32; or [T, H, R] with `q_rope`. All strides
+      except the last are free. The kernel multiplies in bfloat16 and rounds float16 queries to it.
+    `pool` [S, fmt.row_bytes], uint8: Any row stride; on CUDA, address and stride are multiples of 16. Only
+      rows in the lists are read.
+    `kv_indices` [N, M], int32 or int64: Row numbers, any strides. Negative entries are skipped, at any
+      position.
+    `kv_lens` [T], int32 or int64: Number of entries of its list that each query attends, clamped to 0..M.
+      Queries that share a list also share its rows: a NaN in a row that one of them attends reaches all of
+      them.
+    `k_scale`: k_scale with which the rows were encoded; layouts without k_scale ignore it.
+    `q_rope` [T, H, P]: Rotary part of the queries, in q's dtype.
+    `list_index` [T / queries_per_list], int32 or int64: List of each group of queries; list b for group b by
+      default.
+    `page`: If given, entries of `kv_indices` are slots, of which it gives the rows.
+    `out` [T, H, R], q's dtype: Written and returned; all strides except the last are free.
+    `lse` [T, H], float32: Written and returned; any strides.
+    `workspace`: Memory for partial results; allocated for this call by default.
+    `max_rows`: The caller's bound on the largest `kv_lens`, at most M. Only the number of splits depends on
+      it.
+    `batch_invariant`: Whether the bits of a query's result must not depend on the other lists of the call:
+      lists are then split as in a batch of `INVARIANT_LISTS`. With one query per list, calls of the same M or
+      `max_rows` give a query the same bits in any batch.
+    Returns [T, H, R], q's dtype, 0 for a query without rows, and [T, H], float32, the natural logarithm of
+      the sum of exponentials of the scores, -inf for a query without rows.
+    IndexError: for a row number of S or more, or a list that does not exist, on a CPU. On CUDA such entries
+      and lists are skipped.
+    TypeError, ValueError: for dtypes, shapes, strides or sizes that do not fit, tensors on different devices,
+      or a workspace that is too small.
+    RuntimeError: on a GPU before Hopper.
     """
     checks.pool(pool, fmt, "pool")
     q_nope, q_rope = decode_checks.queries(q, q_rope, pool, fmt)

@@ -130,30 +130,18 @@ def select_topk_transform(
 ) -> TopkTransform:
     """Form that DSA's top-k selection must have for one batch.
 
-    Parameters
-    ----------
-    layout : MLAKVCacheLayout or str
-        Layout of the pool's rows.
-    prefill_impl, decode_impl : str
-        SGLang's DSA implementations, or `kvpool_mla` for our decode. Both are needed on a disaggregated
-        server too, because SGLang's model uses both in every role (forward_mla.py:972).
-    forward_mode : ForwardMode, str or None
-        Member or name of the mode. None, which SGLang passes outside of a batch, is a mode without attention.
-    index_kpool : int
-        Tokens per index key. Above 1, SGLang's own rule applies, because its kernels for such models differ.
-
-    Returns
-    -------
-    TopkTransform
-
-    Raises
-    ------
-    UnsupportedCombination
-        If one side cannot read the rows, the two sides do not work together, or the mode is not supported.
-        The message names the reason and what to use instead: the nearest pair that works, or with pooled
-        index keys (`index_kpool` above 1) the layouts that work.
-    ValueError
-        If a name is not a layout, implementation or mode, or `index_kpool` is below 1.
+    `layout`: Layout of the pool's rows.
+    `prefill_impl`, `decode_impl`: SGLang's DSA implementations, or `kvpool_mla` for our decode. Both are
+      needed on a disaggregated server too, because SGLang's model uses both in every role
+      (forward_mla.py:972).
+    `forward_mode`: Member or name of the mode. None, which SGLang passes outside of a batch, is a mode
+      without attention.
+    `index_kpool`: Tokens per index key. Above 1, SGLang's own rule applies, because its kernels for such
+      models differ.
+    UnsupportedCombination: if one side cannot read the rows, the two sides do not work together, or the mode
+      is not supported. The message names the reason and what to use instead: the nearest pair that works, or
+      with pooled index keys (`index_kpool` above 1) the layouts that work.
+    ValueError: if a name is not a layout, implementation or mode, or `index_kpool` is below 1.
     """
     mode = getattr(forward_mode, "name", forward_mode)
     index_kpool = whole_number("index_kpool", index_kpool)

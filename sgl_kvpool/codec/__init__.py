@@ -26,30 +26,15 @@ def encode_rows(
 ) -> torch.Tensor:
     """Encode new tokens into rows.
 
-    Parameters
-    ----------
-    k_nope : Tensor [T, R]
-        bfloat16; or float16, float32 or float8_e4m3fn, whose values are rounded to bfloat16 first. Any row
-        stride.
-    k_rope : Tensor [T, P] or None
-        Same dtypes as `k_nope`; None (or no columns) if and only if P is 0.
-    fmt : RowFormat
-    k_scale : float
-        Divisor of the values before they are stored, for layouts with `uses_k_scale`; other layouts
-        ignore it. Must be finite and positive as float32.
-
-    Returns
-    -------
-    Tensor [T, fmt.row_bytes], uint8
-        Rows with every byte defined; padding bytes are zero.
-
-    Raises
-    ------
-    TypeError
-        If a dtype is not listed above.
-    ValueError
-        If shapes do not fit `fmt`, tensors are on different devices or `k_scale` is unusable; with
-        ``KVPOOL_CHECK_FINITE=1`` also for NaN or infinity in a segment that is not copied bit by bit.
+    `k_nope` [T, R]: bfloat16; or float16, float32 or float8_e4m3fn, whose values are rounded to bfloat16
+      first. Any row stride.
+    `k_rope` [T, P] or None: Same dtypes as `k_nope`; None (or no columns) if and only if P is 0.
+    `k_scale`: Divisor of the values before they are stored, for layouts with `uses_k_scale`; other layouts
+      ignore it. Must be finite and positive as float32.
+    Returns [T, fmt.row_bytes], uint8: Rows with every byte defined; padding bytes are zero.
+    TypeError: if a dtype is not listed above.
+    ValueError: if shapes do not fit `fmt`, tensors are on different devices or `k_scale` is unusable; with
+      ``KVPOOL_CHECK_FINITE=1`` also for NaN or infinity in a segment that is not copied bit by bit.
     """
     k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
     k_scale = checks.scale(k_scale, fmt)
@@ -64,24 +49,11 @@ def decode_rows(
 ) -> torch.Tensor:
     """Decode rows into values.
 
-    Parameters
-    ----------
-    rows : Tensor [T, fmt.row_bytes], uint8
-        Any row stride.
-    fmt : RowFormat
-    dtype : torch.dtype
-        bfloat16, float16 or float32. Values are decoded in float32, then cast.
-    k_scale : float
-        The k_scale with which the rows were encoded.
-
-    Returns
-    -------
-    Tensor [T, R + P], `dtype`
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `encode_rows`.
+    `rows` [T, fmt.row_bytes], uint8: Any row stride.
+    `dtype`: bfloat16, float16 or float32. Values are decoded in float32, then cast.
+    `k_scale`: The k_scale with which the rows were encoded.
+    Returns [T, R + P], `dtype`.
+    TypeError, ValueError: as `encode_rows`.
     """
     checks.pool(rows, fmt, name="rows")
     checks.output_dtype(dtype)
@@ -101,24 +73,14 @@ def store_rows(
 ) -> None:
     """Encode tokens and write each row to its slot of a pool; on CUDA in one pass.
 
-    Parameters
-    ----------
-    pool : Tensor [S, fmt.row_bytes], uint8
-        Any row stride, for instance one layer of a token-major buffer. Only the rows of `slots`
-        are written.
-    slots : Tensor [T], int32 or int64
-        A token with a negative slot is skipped. Slot 0 is an ordinary row here. If several tokens have the
-        same slot, the contents of its row are undefined.
-    k_nope, k_rope, fmt, k_scale
-        As `encode_rows`.
-
-    Raises
-    ------
-    IndexError
-        On a CPU, if a slot is S or more. On CUDA such a token is skipped, because a check would synchronize
-        the stream.
-    TypeError, ValueError
-        As `encode_rows`.
+    `pool` [S, fmt.row_bytes], uint8: Any row stride, for instance one layer of a token-major buffer. Only the
+      rows of `slots` are written.
+    `slots` [T], int32 or int64: A token with a negative slot is skipped. Slot 0 is an ordinary row here. If
+      several tokens have the same slot, the contents of its row are undefined.
+    `k_nope`, `k_rope`, `fmt`, `k_scale`: As `encode_rows`.
+    IndexError: on a CPU, if a slot is S or more. On CUDA such a token is skipped, because a check would
+      synchronize the stream.
+    TypeError, ValueError: as `encode_rows`.
     """
     checks.pool(pool, fmt, name="pool", written=True)
     k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
@@ -139,30 +101,14 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather the rows of some slots of a pool and decode them, in one pass.
 
-    Parameters
-    ----------
-    pool : Tensor [S, fmt.row_bytes], uint8
-        Any row stride.
-    slots : Tensor [T], int32 or int64
-        Slots to read; a negative slot gives zeros.
-    fmt : RowFormat
-    dtype : torch.dtype
-        bfloat16, float16 or float32.
-    out : Tensor [T, R + P], optional
-        Tensor of `dtype` with any row stride, written and returned if given.
-    k_scale : float
-        The k_scale with which the rows were encoded.
-
-    Returns
-    -------
-    Tensor [T, R + P], `dtype`
-
-    Raises
-    ------
-    IndexError
-        On a CPU, if a slot is S or more; on CUDA such a slot gives zeros.
-    TypeError, ValueError
-        As `encode_rows`, and if `out` has another shape, dtype or device.
+    `pool` [S, fmt.row_bytes], uint8: Any row stride.
+    `slots` [T], int32 or int64: Slots to read; a negative slot gives zeros.
+    `dtype`: bfloat16, float16 or float32.
+    `out` [T, R + P]: Tensor of `dtype` with any row stride, written and returned if given.
+    `k_scale`: The k_scale with which the rows were encoded.
+    Returns [T, R + P], `dtype`.
+    IndexError: on a CPU, if a slot is S or more; on CUDA such a slot gives zeros.
+    TypeError, ValueError: as `encode_rows`, and if `out` has another shape, dtype or device.
     """
     checks.pool(pool, fmt, name="pool")
     checks.output_dtype(dtype)
@@ -186,19 +132,11 @@ def gather_parts(
 ) -> None:
     """`gather_rows` into two tensors: latent values into one, rotary values into the other.
 
-    Parameters
-    ----------
-    pool, slots, fmt, k_scale
-        As `gather_rows`.
-    nope_out : Tensor [T, R]
-        bfloat16, float16 or float32, any row stride.
-    rope_out : Tensor [T, P] or None
-        Same dtype as `nope_out`, any row stride; None (or no columns) if and only if P is 0.
-
-    Raises
-    ------
-    IndexError, TypeError, ValueError
-        As `gather_rows`.
+    `pool`, `slots`, `fmt`, `k_scale`: As `gather_rows`.
+    `nope_out` [T, R]: bfloat16, float16 or float32, any row stride.
+    `rope_out` [T, P] or None: Same dtype as `nope_out`, any row stride; None (or no columns) if and only if P
+      is 0.
+    IndexError, TypeError, ValueError: as `gather_rows`.
     """
     checks.pool(pool, fmt, name="pool")
     checks.slots(slots, None, pool)
@@ -219,27 +157,14 @@ def fake_quant(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Round tokens as a server's cache does, for training on its answers; the gradient passes unchanged.
 
-    Parameters
-    ----------
-    k_nope : Tensor [T, R]
-        The latent after its norm: bfloat16, float16 or float32. Any row stride.
-    k_rope : Tensor [T, P] or None
-        The key after rotation, in the dtype of `k_nope`; None if the model has none.
-    layout : MLAKVCacheLayout or str
-        Layout of the server.
-    k_scale : float
-        The layer's k_scale in the server; ignored by layouts without `uses_k_scale`.
-
-    Returns
-    -------
-    (Tensor [T, R], Tensor [T, P] or None)
-        What the server reads back, bit for bit, in the dtype of `k_nope`: rounded to bfloat16, encoded, and
-        decoded in float32. A value that the layout clamps has gradient 1 too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `encode_rows` and `MLAKVCacheLayout.row_format`, and if the dtypes differ.
+    `k_nope` [T, R]: The latent after its norm: bfloat16, float16 or float32. Any row stride.
+    `k_rope` [T, P] or None: The key after rotation, in the dtype of `k_nope`; None if the model has none.
+    `layout`: Layout of the server.
+    `k_scale`: The layer's k_scale in the server; ignored by layouts without `uses_k_scale`.
+    Returns (Tensor [T, R], Tensor [T, P] or None): What the server reads back, bit for bit, in the dtype of
+      `k_nope`: rounded to bfloat16, encoded, and decoded in float32. A value that the layout clamps has
+      gradient 1 too.
+    TypeError, ValueError: as `encode_rows` and `MLAKVCacheLayout.row_format`, and if the dtypes differ.
     """
     rope_values = 0 if k_rope is None else k_rope.shape[-1]
     fmt = MLAKVCacheLayout.parse(layout).row_format(k_nope.shape[-1], rope_values)

@@ -29,28 +29,14 @@ def allocate_cross_layer(
 ) -> tuple[CrossLayerGroup, ...]:
     """Allocate the buffers of sets of layers, one buffer per page size, number of heads and backend.
 
-    Parameters
-    ----------
-    sets : sequence of sequence of LayerPages
-        Layers in model order, one set for all layers that share their page indices.
-    pages : int
-        Pages of every buffer, including SGLang's reserved page.
-    arrangement : KVArrangement
-        Any arrangement but `layer_major`.
-    device : torch.device
-        Device of the buffers; `meta` gives shapes and strides only.
-
-    Returns
-    -------
-    tuple of CrossLayerGroup
-        Zeroed buffers, in the order of their first layers. Layers of different page sizes, head counts or
-        backends are in different groups; pages are never padded to a common size.
-
-    Raises
-    ------
-    ValueError
-        For an empty list of layers, a name used twice, pages of different numbers of tokens, or a page that
-        the arrangement cannot split.
+    `sets`: Layers in model order, one set for all layers that share their page indices.
+    `pages`: Pages of every buffer, including SGLang's reserved page.
+    `arrangement`: Any arrangement but `layer_major`.
+    `device`: Device of the buffers; `meta` gives shapes and strides only.
+    Returns tuple of CrossLayerGroup: Zeroed buffers, in the order of their first layers. Layers of different
+      page sizes, head counts or backends are in different groups; pages are never padded to a common size.
+    ValueError: for an empty list of layers, a name used twice, pages of different numbers of tokens, or a
+      page that the arrangement cannot split.
     """
     arrangement = KVArrangement.parse(arrangement)
     names = [layer.name for members in sets for layer in members]
@@ -88,21 +74,10 @@ def allocate_states(
 ) -> dict[tuple[int | str, str], torch.Tensor]:
     """Allocate one tensor per layer and kind of recurrent state; kernels take these tensors separately.
 
-    Parameters
-    ----------
-    layers : mapping of layer to mapping of kind to bytes
-        Bytes of one state, for instance ``{3: {"conv": 18432, "ssm": 262144}}``.
-    slots : int
-        State slots per layer and kind.
-
-    Returns
-    -------
-    dict of (layer, kind) to Tensor [slots, bytes], int8
-
-    Raises
-    ------
-    ValueError
-        If a number is not a positive integer.
+    `layers`: Bytes of one state, for instance ``{3: {"conv": 18432, "ssm": 262144}}``.
+    `slots`: State slots per layer and kind.
+    Returns dict of (layer, kind) to Tensor [slots, bytes], int8.
+    ValueError: if a number is not a positive integer.
     """
     slots = whole_number("slots", slots)
     return {
@@ -121,23 +96,11 @@ def as_canonical(
 ) -> CanonicalKVCaches:
     """Byte view of the buffers and states that the allocators returned.
 
-    Parameters
-    ----------
-    groups : sequence of CrossLayerGroup
-        Result of `allocate_cross_layer`.
-    names : sequence of str
-        Names of the sets, in the order of the sets.
-    states : mapping, optional
-        Result of `allocate_states`; becomes a group called "state".
-
-    Returns
-    -------
-    CanonicalKVCaches
-
-    Raises
-    ------
-    ValueError
-        If the number of names differs from that of sets, or groups (or states) were not allocated together.
+    `groups`: Result of `allocate_cross_layer`.
+    `names`: Names of the sets, in the order of the sets.
+    `states`: Result of `allocate_states`; becomes a group called "state".
+    ValueError: if the number of names differs from that of sets, or groups (or states) were not allocated
+      together.
     """
     if {len(group.layers) for group in groups} != {len(names)}:
         raise ValueError(f"{len(names)} names for {[len(group.layers) for group in groups]} sets of layers")
@@ -189,21 +152,11 @@ def copy_pages(
     Each layer takes a gather and a scatter, with a copy between them if the devices differ. Arrangements may
     differ; the content of each layer may not. Bytes outside the layers of the group stay as they are.
 
-    Parameters
-    ----------
-    source, target : CanonicalKVCaches
-    group : str
-        Name of a group in both.
-    source_pages, target_pages : Tensor [pages], int32 or int64
-        Page indices, on the device of their caches.
-
-    Raises
-    ------
-    ValueError
-        If the lists have different lengths, a page is outside of the group or listed twice for the target,
-        or the layers have different content.
-    TypeError
-        If a list is not an integer tensor with one axis.
+    `group`: Name of a group in both.
+    `source_pages`, `target_pages` [pages], int32 or int64: Page indices, on the device of their caches.
+    ValueError: if the lists have different lengths, a page is outside of the group or listed twice for the
+      target, or the layers have different content.
+    TypeError: if a list is not an integer tensor with one axis.
     """
     ours, theirs = source.group(group), target.group(group)
     for pages in (source_pages, target_pages):

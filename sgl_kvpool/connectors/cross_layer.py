@@ -30,28 +30,16 @@ from sgl_kvpool.refusal import whole_number
 class LayerPages:
     """Description of a layer for an allocator.
 
-    Attributes
-    ----------
-    name : int or str
-        Model layer id, or a name.
-    page_bytes : int
-        Bytes of the layer in a page.
-    backend : object
-        Reader of the pages. Layers share a buffer only if this is the same object: two backends may read
-        pages of equal size differently.
-    page_size_tokens : int
-        Tokens of a page as the backend's kernels see it.
-    heads : int
-        Number of KV heads, for `head_major`.
-    padded_page_bytes : int, optional
-        Distance to the next position; `page_bytes` unless given. Only `page_major` can pad.
-    content : str
-        Meaning of the bytes of a page, for `LayerReference`.
-
-    Raises
-    ------
-    ValueError
-        If a size is not a positive integer, the padded page is smaller than the page, or no backend is given.
+    `name`: Model layer id, or a name.
+    `page_bytes`: Bytes of the layer in a page.
+    `backend`: Reader of the pages. Layers share a buffer only if this is the same object: two backends may
+      read pages of equal size differently.
+    `page_size_tokens`: Tokens of a page as the backend's kernels see it.
+    `heads`: Number of KV heads, for `head_major`.
+    `padded_page_bytes`: Distance to the next position; `page_bytes` unless given. Only `page_major` can pad.
+    `content`: Meaning of the bytes of a page, for `LayerReference`.
+    ValueError: if a size is not a positive integer, the padded page is smaller than the page, or no backend
+      is given.
     """
 
     name: int | str
@@ -91,18 +79,10 @@ class LayerPages:
 class CrossLayerGroup:
     """Layers with the same pages and the same backend in one int8 tensor; see the module's docstring.
 
-    Attributes
-    ----------
-    arrangement : KVArrangement
-        `page_major`, `token_major` or `head_major`.
-    tensor : Tensor, int8, contiguous
-    layers : tuple of tuple of (LayerPages or None)
-        For each set the layer at each position; None is a hole.
-
-    Raises
-    ------
-    ValueError
-        If `validate` finds an error.
+    `arrangement`: `page_major`, `token_major` or `head_major`.
+    `tensor` int8, contiguous.
+    `layers`: For each set the layer at each position; None is a hole.
+    ValueError: if `validate` finds an error.
     """
 
     arrangement: KVArrangement
@@ -175,11 +155,8 @@ class CrossLayerGroup:
     def layer_view(self, name: int | str) -> torch.Tensor:
         """Bytes of a layer, zero-copy.
 
-        Returns
-        -------
-        Tensor, int8
-            `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes of each]`, strided.
-            View it with the layer's dtype and split its last axis; never copy it.
+        Returns Tensor, int8: `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes of
+          each]`, strided. View it with the layer's dtype and split its last axis; never copy it.
         """
         position, layer = self._place(name)
         view = self.tensor.select(-2, position)
@@ -207,10 +184,7 @@ class CrossLayerGroup:
     def validate(self) -> None:
         """Check that the tensor has the size that the layers need and that they may share it.
 
-        Raises
-        ------
-        ValueError
-            If the check fails; the message names the layer or the tensor and the error.
+        ValueError: if the check fails; the message names the layer or the tensor and the error.
         """
         if len({len(members) for members in self.layers}) != 1 or not self.layers[0]:
             raise ValueError(

@@ -30,25 +30,13 @@ from sgl_kvpool.srt.pool.regions import LayerIds, PoolReader, mapped
 def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
     """Byte view of a real SGLang pool, without a copy.
 
-    Parameters
-    ----------
-    pool : KVCache or MambaPool
-        Pool of MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window or hybrid
-        linear attention, or of Mamba states.
-    page_size_tokens : int, optional
-        Tokens of a page of the view; the pool's page size by default. A multiple of the pool's page size,
-        and of the page size that its kernels see, joins several pages to one page of the view.
-
-    Returns
-    -------
-    CanonicalKVCaches
-
-    Raises
-    ------
-    TypeError
-        If a kind of pool, or of its buffers, is not described here; the message names it.
-    ValueError
-        If the page size is not such a multiple, or does not divide the pool's slots.
+    `pool`: Pool of MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window or hybrid
+      linear attention, or of Mamba states.
+    `page_size_tokens`: Tokens of a page of the view; the pool's page size by default. A multiple of the
+      pool's page size, and of the page size that its kernels see, joins several pages to one page of the
+      view.
+    TypeError: if a kind of pool, or of its buffers, is not described here; the message names it.
+    ValueError: if the page size is not such a multiple, or does not divide the pool's slots.
     """
     return _AnyPoolReader(page_size_tokens).caches(pool)
 

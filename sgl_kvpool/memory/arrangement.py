@@ -114,11 +114,7 @@ _AXES = {
 class RowPlacement:
     """Addresses of the rows of `layers` layers with the same row size in one buffer.
 
-    Attributes
-    ----------
-    arrangement : KVArrangement
-    layers, pages, page_size_tokens, row_bytes : int
-        L, B, N and C, each at least 1.
+    `layers`, `pages`, `page_size_tokens`, `row_bytes`: L, B, N and C, each at least 1.
 
     ValueError if a size is not a positive integer, or the arrangement needs a head axis.
     """

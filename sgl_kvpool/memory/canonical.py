@@ -30,16 +30,10 @@ from sgl_kvpool.refusal import whole_number
 class LayerReference:
     """One part of one layer in a page of its group.
 
-    Attributes
-    ----------
-    layer_id : int or str or None
-        SGLang's model layer id, or a name; None for state that is not part of a layer.
-    part : str
-        Kind of the bytes: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
-    runs : PageRuns
-    content : str
-        Meaning of the bytes: dtype, shape and order, in a text that is equal for two references only if
-        their bytes are interchangeable.
+    `layer_id`: SGLang's model layer id, or a name; None for state that is not part of a layer.
+    `part`: Kind of the bytes: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
+    `content`: Meaning of the bytes: dtype, shape and order, in a text that is equal for two references only
+      if their bytes are interchangeable.
     """
 
     layer_id: int | str | None
@@ -52,21 +46,12 @@ class LayerReference:
 class CanonicalGroup:
     """Layers that share their page indices (or state slots).
 
-    Attributes
-    ----------
-    name : str
-        "kv", "full", "window", "state", or a name given to an allocator.
-    layers : tuple of LayerReference
-        Parts of the layers, those of one kind in model order; empty for a pipeline stage without such layers.
-    num_pages : int
-        Pages, or state slots, including SGLang's reserved one.
-    page_size_tokens : int or None
-        Tokens of a page; None for states.
-
-    Raises
-    ------
-    ValueError
-        If `num_pages` is negative, or `page_size_tokens` is not positive.
+    `name`: "kv", "full", "window", "state", or a name given to an allocator.
+    `layers`: Parts of the layers, those of one kind in model order; empty for a pipeline stage without such
+      layers.
+    `num_pages`: Pages, or state slots, including SGLang's reserved one.
+    `page_size_tokens`: Tokens of a page; None for states.
+    ValueError: if `num_pages` is negative, or `page_size_tokens` is not positive.
     """
 
     name: str
@@ -103,16 +88,8 @@ class CanonicalGroup:
 class CanonicalKVCaches:
     """Caches of a model as byte pages; see the module's docstring.
 
-    Attributes
-    ----------
-    tensors : tuple of Tensor [pages, page_bytes], int8
-        Views of the live pool. `page_bytes` includes padding.
-    groups : tuple of CanonicalGroup
-
-    Raises
-    ------
-    ValueError
-        If `validate` finds an error.
+    `tensors` [pages, page_bytes], int8: Views of the live pool. `page_bytes` includes padding.
+    ValueError: if `validate` finds an error.
     """
 
     tensors: tuple[torch.Tensor, ...]

@@ -47,16 +47,11 @@ class ServedWeights:
     of one replica, since another one's weights may differ. Without an update and a version, keys contain no
     name.
 
-    Attributes
-    ----------
-    digits : str
-        The name as the last digits of a key; empty for none.
-    unsettled : bool
-        Whether the weights may have changed since they were named. SGLang's threads for stores read both.
-    has_store : bool
-        Whether a store was attached.
-    first_operation : int
-        Id of the first operation of SGLang's for a store that can have rows of these weights.
+    `digits`: The name as the last digits of a key; empty for none.
+    `unsettled`: Whether the weights may have changed since they were named. SGLang's threads for stores read
+      both.
+    `has_store`: Whether a store was attached.
+    `first_operation`: Id of the first operation of SGLang's for a store that can have rows of these weights.
     """
 
     def __init__(self) -> None:

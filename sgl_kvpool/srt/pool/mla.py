@@ -36,12 +36,9 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
 
     Takes SGLang's own arguments, and `options` by keyword.
 
-    Raises
-    ------
-    ValueError
-        For a geometry that no layout stores, a dtype other than the one that SGLang has to see, a reader
-        that cannot read the rows, or, in an arrangement other than `layer_major`, a number of slots that is
-        not a multiple of the page size.
+    ValueError: for a geometry that no layout stores, a dtype other than the one that SGLang has to see, a
+      reader that cannot read the rows, or, in an arrangement other than `layer_major`, a number of slots that
+      is not a multiple of the page size.
     """
 
     #: Whether the class is for models with sparse attention.

@@ -19,26 +19,15 @@ from sgl_kvpool.transfer.host_options import HostTierOptions
 class PoolOptions:
     """What a pool's constructor takes besides SGLang's own arguments; checked when it is made.
 
-    Attributes
-    ----------
-    layout : MLAKVCacheLayout or str
-        Layout of a row.
-    k_scales : mapping of int to float, optional
-        k_scale by model layer id, for layouts that divide by it; 1.0 for layers without an entry. The scale
-        belongs to the pool and not to the layer object of a call, because SGLang's prefill writes through a
-        layer object without a scale, and one cache must not hold rows of two scales.
-    arrangement : KVArrangement or str
-        Arrangement of the layers in memory.
-    readers : sequence of str
-        Names of the attention backends that will read the pool.
-    host_tier : HostTierOptions
-        Options of the pool's host tier.
-
-    Raises
-    ------
-    ValueError
-        For an unknown layout or arrangement, and for a k_scale that is not finite and positive in float32 or
-        whose key is not a layer id.
+    `layout`: Layout of a row.
+    `k_scales`: k_scale by model layer id, for layouts that divide by it; 1.0 for layers without an entry. The
+      scale belongs to the pool and not to the layer object of a call, because SGLang's prefill writes through
+      a layer object without a scale, and one cache must not hold rows of two scales.
+    `arrangement`: Arrangement of the layers in memory.
+    `readers`: Names of the attention backends that will read the pool.
+    `host_tier`: Options of the pool's host tier.
+    ValueError: for an unknown layout or arrangement, and for a k_scale that is not finite and positive in
+      float32 or whose key is not a layer id.
     """
 
     layout: MLAKVCacheLayout
