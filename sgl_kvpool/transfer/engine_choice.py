@@ -1,7 +1,6 @@
 """Choice of a host tier's transfer engine, by the tier's options and rates that are measured at start."""
 
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +24,12 @@ _ROUNDS = 3
 class LinkRates:
     """Rates of the copy engine between a GPU and pinned memory in one direction.
 
-    `link_gb_per_s` is that of one long copy, in 1e9 bytes per second, `gb_per_s` those of scattered runs by
-    run size in bytes, and `submit_us` the CPU time per run.
+    `link_gb_per_s` is that of one long copy, in 1e9 bytes per second, and `gb_per_s` those of scattered runs
+    by run size in bytes.
     """
 
     link_gb_per_s: float
     gb_per_s: Mapping[int, float]
-    submit_us: float
 
     @property
     def crossover_bytes(self) -> int | None:
@@ -89,19 +87,16 @@ def measure(
     for direction in ("to_host", "to_device"):
         ends = (scratch, flat) if direction == "to_host" else (flat, scratch)
 
-        def rate(
-            run_bytes: int, copies: int, ends: Any = ends, direction: str = direction
-        ) -> tuple[float, float]:
+        def rate(run_bytes: int, copies: int, ends: Any = ends, direction: str = direction) -> float:
             run = CopyRun(
                 source_address=ends[0].data_ptr(), target_address=ends[1].data_ptr(),
                 source_page_stride=run_bytes, target_page_stride=run_bytes, run_bytes=run_bytes,
             )  # fmt: skip
             return _timed(calls, CopyJob([run], chunks), copies, run_bytes, direction == "to_device", stream)
 
-        link, _ = rate(size_bytes, 1)
+        link = rate(size_bytes, 1)
         tried = {n: rate(n, min(_COPIES, size_bytes // n)) for n in _RUN_BYTES if n <= size_bytes}
-        submit_us = min((us for _, us in tried.values()), default=0.0)
-        found[direction] = LinkRates(link, {n: gb_per_s for n, (gb_per_s, _) in tried.items()}, submit_us)
+        found[direction] = LinkRates(link, tried)
     del scratch
     torch.cuda.empty_cache()  # return the 64 MB block to the device
     return found
@@ -109,20 +104,18 @@ def measure(
 
 def _timed(
     calls: Any, job: CopyJob, copies: int, run_bytes: int, to_device: bool, stream: torch.cuda.Stream
-) -> tuple[float, float]:
-    """Medians of the rate in 1e9 bytes per second and of the CPU time per copy in microseconds."""
+) -> float:
+    """Median of the rate in 1e9 bytes per second."""
     pages = np.random.default_rng(0).permutation(copies).astype(np.int64)
-    rates, submits = [], []
+    rates = []
     for _ in range(_ROUNDS + 1):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             began.record()
-            before = time.perf_counter()
             calls.copy_pages(
                 job.address, pages.ctypes.data, pages.ctypes.data, copies, int(to_device), stream.cuda_stream
             )
-            submits.append((time.perf_counter() - before) * 1e6 / copies)
             ended.record()
         ended.synchronize()
         rates.append(copies * run_bytes / began.elapsed_time(ended) / 1e6)
-    return statistics.median(rates[1:]), statistics.median(submits[1:])
+    return statistics.median(rates[1:])

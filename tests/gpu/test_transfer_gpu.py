@@ -312,7 +312,6 @@ def test_rates_of_the_link(device):
     rates = engine_choice.measure(gpu_calls(), host, RegisteredChunks(), device)
     for found in rates.values():
         assert 1 < found.link_gb_per_s < 1000
-        assert found.submit_us > 0
         assert sorted(found.gb_per_s) == [1 << n for n in range(13, 21)]
 
 

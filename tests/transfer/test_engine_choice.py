@@ -12,7 +12,7 @@ ALL = {"run_bytes": 73728, "converts": False, "io_backend": "direct", "is_pinned
 
 
 def rates(link=55.0, **gb_per_s):
-    return LinkRates(link, {int(n.removeprefix("_")): rate for n, rate in gb_per_s.items()}, 0.6)
+    return LinkRates(link, {int(n.removeprefix("_")): rate for n, rate in gb_per_s.items()})
 
 
 #: The copy engine reaches 95 % of the link, 52.25 GB/s, from 65536 bytes on.

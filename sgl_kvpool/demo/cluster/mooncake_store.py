@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 class MooncakeStore:
     """A Mooncake master and the service that stores the pages; both end with the `with` block."""
 
-    def __init__(self, folder: Path, size_bytes: int = 256 << 20):
+    def __init__(self, folder: Path):
         self._rpc_port, metrics_port, service_port = free_port(), free_port(), free_port()
         environment = {"LD_LIBRARY_PATH": library_path()}
         self.environment = {
@@ -47,7 +47,6 @@ class MooncakeStore:
             wait_seconds=60,
         )
         self._configuration = folder / "mooncake.json"
-        self._size_bytes = size_bytes
         self.service = LocalServer(
             [
                 *(sys.executable, "-m", "mooncake.mooncake_store_service"),
@@ -69,7 +68,7 @@ class MooncakeStore:
             "master_server_address": f"{_LOOPBACK}:{self._rpc_port}",
             "protocol": "tcp",
             "device_name": "",
-            "global_segment_size": self._size_bytes,
+            "global_segment_size": 256 << 20,
             "local_buffer_size": 16 << 20,
         }
         self._configuration.write_text(json.dumps(configuration))

@@ -221,8 +221,9 @@ def _load(
     if not holds_our_rows(pool):
         return original(self, *arguments, device_indices=device_indices, **kwargs)
     problem = pool.host_indices_problem(host_indices) or state_tier.host_problem(self, extra_pools)
-    for tier in _tiers_of_drafts(self):
-        problem = problem or tier.host_indices_problem(host_indices, allocated_here=False)
+    for entry in self.mem_pool_host.entries:  # drafts, which load the target's slots too
+        if entry.host_pool is not pool and holds_our_rows(entry.host_pool):
+            problem = problem or entry.host_pool.host_indices_problem(host_indices, allocated_here=False)
     if problem is None and device_indices is not None:
         problem = pool.device_indices_problem(device_indices)
     problem = problem or state_tier.device_problem(self, extra_pools)
@@ -244,13 +245,6 @@ def _load(
         return None
     state_tier.join_states(self, self.load_queue[-1])
     return found
-
-
-def _tiers_of_drafts(controller: Any) -> list[Any]:
-    """Our tiers of drafts, which a load of the target's slots reads too."""
-    group = controller.mem_pool_host
-    pools = [entry.host_pool for entry in group.entries if entry is not group.anchor_entry]
-    return [pool for pool in pools if holds_our_rows(pool)]
 
 
 @around(f"{_HYBRID_CONTROLLER}.write", "host tier")
