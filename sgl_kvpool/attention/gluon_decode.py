@@ -50,15 +50,6 @@ from sgl_kvpool.attention.gluon_operands import (
 from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
-__all__ = [
-    "LN_2",
-    "LOWEST",
-    "gluon_decode_kernel",
-    "heads_of_tile",
-    "load_queries",
-    "program_again",
-]
-
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the second name
 LN_2 = gl.constexpr(0.6931471805599453)
 #: Lower than any score, and finite, so that a block without rows for a query head needs no special case:

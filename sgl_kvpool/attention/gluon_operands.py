@@ -17,33 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from sgl_kvpool.attention.triton_lists import rows_of_entries
 
-__all__ = [
-    "A_TILE",
-    "S_NUMBERS",
-    "allocate_raw",
-    "bf16_operand",
-    "block_scales_layout",
-    "copied_words",
-    "copy_rows",
-    "decoded_e2m1",
-    "decoded_e4m3",
-    "decoded_e4m3_twice",
-    "e2m1_operand",
-    "e4m3_values",
-    "in_operand_order",
-    "in_value_order",
-    "load_entries",
-    "load_register_parts",
-    "rope_order",
-    "row_numbers",
-    "row_starts",
-    "scores_layout",
-    "tile_scales",
-    "words_layout",
-    "words_of",
-    "words_of_latent",
-]
-
 # ------------------------------------------------------------------------------------ registers
 
 

@@ -30,8 +30,6 @@ from sgl_kvpool.attention.gluon_operands import A_TILE, S_NUMBERS, in_value_orde
 from sgl_kvpool.attention.gluon_wide_decoder import ROPE_IN_REGISTERS, ROWS, WARPS, decoder_role
 from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
 
-__all__ = ["gluon_wide_decode_kernel"]
-
 #: Query heads of a tile.
 _TILE = gl.constexpr(64)
 

@@ -24,8 +24,6 @@ from sgl_kvpool.attention.gluon_operands import (
 )
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
-__all__ = ["ROPE_IN_REGISTERS", "ROWS", "WARPS", "decoder_role"]
-
 _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 #: Rows of a block, warps of a warp group.
 ROWS, WARPS = gl.constexpr(64), gl.constexpr(4)
