@@ -65,9 +65,9 @@ def _used(node: ast.AST, file: str) -> str | None:
     return None
 
 
-def listed(path: Path = LIST) -> dict[str, Counter[str]]:
+def listed() -> dict[str, Counter[str]]:
     """Number of uses by file and name in the list."""
-    return {file: Counter(entry["calls"]) for file, entry in json.loads(path.read_text()).items()}
+    return {file: Counter(entry["calls"]) for file, entry in json.loads(LIST.read_text()).items()}
 
 
 def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) -> list[str]:

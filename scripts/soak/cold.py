@@ -61,8 +61,8 @@ class Comparison:
       as good as its own within the tolerance.
     `same_bits`: Tokens with exactly the cold run's log-probability.
     `largest_difference`, `mean_difference`: Differences of log-probabilities after the same preceding tokens.
-    `mismatches`: Outputs beyond the tolerance or the limit of `compare`, with the problem. An output beyond
-      the limit may also be a same output or a near tie.
+    `mismatches`: Outputs beyond the tolerance, with the problem. One whose log-probabilities differ by more
+      may also be a same output or a near tie.
     """
 
     outputs: int = 0
@@ -76,12 +76,12 @@ class Comparison:
     mismatches: list[dict[str, Any]] = field(default_factory=list)
 
 
-def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float, limit: float) -> Comparison:
+def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float) -> Comparison:
     """Compare every output with the cold run's.
 
     `cold`: A cold run of all their prompts.
-    `tolerance`: Largest excess of the best token's log-probability over that of the chosen token.
-    `limit`: Largest difference between two log-probabilities of a token.
+    `tolerance`: Largest excess of the best token's log-probability over that of the chosen token, and largest
+      difference between two log-probabilities of a token.
     """
     result = Comparison()
     total = 0.0
@@ -117,7 +117,7 @@ def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float, limit:
         result.compared_tokens += len(pairs)
         result.largest_difference = max([result.largest_difference, *differences])
         total += sum(differences)
-        if not problem and differences and max(differences) > limit:
+        if not problem and differences and max(differences) > tolerance:
             problem = f"a log-probability {max(differences):.4f} away from a cold run's"
         if problem:
             result.mismatches.append({"problem": problem, "first_other_token": at, **asdict(outcome)})

@@ -205,7 +205,7 @@ def _compared(
     with cold_server(leg, folder, server_args) as server:
         cold = ColdRun(server, prompts)
         cold.run(longest)
-        result = compare(traffic.outcomes, cold, allowed, allowed)
+        result = compare(traffic.outcomes, cold, allowed)
     if result.mismatches:
         first = result.mismatches[0]
         violations.append(
