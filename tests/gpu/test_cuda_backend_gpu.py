@@ -340,10 +340,11 @@ def test_padding_tokens_of_a_decode_batch():
 
 
 @pytest.mark.parametrize(("layout", "arrangement"), PLACED_LAYOUTS)
-def test_a_deterministic_server_gives_a_token_the_same_bits(layout, arrangement):
+def test_a_deterministic_server_gives_a_token_the_same_bits(layout, arrangement, monkeypatch):
     """Alone and beside others, in one chunk and in several, after a prefix and as a decode."""
     from sglang.srt.runtime_context import get_exec
 
+    monkeypatch.setattr("sgl_kvpool.srt.attention.decode_verify.DETERMINISTIC_LISTS", 100)
     lengths = [150, 9, 33]  # 150 rows are two splits
     with get_exec().deterministic.override(enable_deterministic_inference=True):
         case = Case(layout, lengths, [0, 0, 0], arrangement)
