@@ -76,9 +76,6 @@ class WholeSequences(ByteMLA):
         return self.lm_head(self.norm(x))
 
 
-# -------------------------------------------------------------------- checkpoints
-
-
 def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
     """Write config.json."""
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), SPECIAL_TOKEN_ID)

@@ -36,9 +36,6 @@ WINDOW_TOKENS = 512
 Candidates = Callable[[Tensor], list[Tensor]]
 
 
-# -------------------------------------------------------------------- forms
-
-
 def fitted_fp8(rows: Tensor) -> Tensor:
     """`fp8` with a k_scale per layer and window: the largest magnitude of its rows divided by 448."""
     return stored_as(MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, rows.shape[1], fitted_scale=True)(rows)
@@ -121,9 +118,6 @@ def cases() -> dict[str, Form]:
         "NVFP4, a global scale per layer": nvfp4_with_global_scale,
         "`fp8`, k_scale fitted": fitted_fp8,
     }
-
-
-# -------------------------------------------------------------------- the model
 
 
 class StoredRows:

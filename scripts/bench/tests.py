@@ -96,8 +96,6 @@ class PytestCases(Benchmark):
         left = sum(row["status"] == "not run" for row in rows)
         return [*super().wrong(rows), *([f"{left} tests not run"] if left else [])]
 
-    # ---------------------------------------------------------------- hooks of pytest
-
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             last = str(report.longrepr).strip().splitlines()[-1]

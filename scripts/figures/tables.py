@@ -60,9 +60,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-# -------------------------------------------------------------------- accuracy.md
-
-
 def errors_table() -> str:
     """Relative error of every form for every distribution."""
     lines = []
@@ -93,9 +90,6 @@ def bytes_table() -> str:
             top = f"{100 * one['difference']['same_top_token']:.2f} %"
             lines.append([f"`{one['layout']}`", _change(one, 3), top])
     return markdown(["layout", "perplexity", "same top byte"], lines)
-
-
-# -------------------------------------------------------------------- benchmarks.md
 
 
 def cpu_table() -> str:

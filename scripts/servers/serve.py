@@ -78,8 +78,6 @@ class Asked:
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
         print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
 
-    # ---------------------------------------------------------------- parts
-
     def accuracy(self, server: Server) -> None:
         """Score the prompts: each token is predicted from the text before it, whatever the server answers."""
         self.answers.prompts = list(self.request.load.prompts)

@@ -119,8 +119,6 @@ def tokens(seed: int, count: int, vocabulary: tuple[int, int] = (3, 511)) -> lis
     return random.Random(seed).choices(range(vocabulary[0], vocabulary[1] + 1), k=count)
 
 
-# ------------------------------------------------------- random models on a GPU
-
 _GPU = (
     *("--skip-tokenizer-init", "--mem-fraction-static", "0.3", "--random-seed", "0"),
     *("--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "256", "--cuda-graph-max-bs-decode", "16"),
@@ -201,9 +199,6 @@ def random_shapes(machine: Machine) -> list[Shape]:
             "--max-running-requests", "16", "--max-mamba-cache-size", "128", hit_tokens=HYBRID_HIT_TOKENS,
         ),
     ]  # fmt: skip
-
-
-# ------------------------------------------------------- the demo's, on a CPU
 
 
 def demo_shape() -> Shape:

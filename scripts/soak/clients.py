@@ -122,8 +122,6 @@ class Traffic:
                 with self._lock:
                     self.problems.append(f"request {kind}: {type(error).__name__}: {error}")
 
-    # ---------------------------------------------------------------- requests
-
     def _prompt(self, rng: random.Random) -> Prompt:
         # Two of three requests use a quarter of the prompts, which changes with time and does not fit the
         # pool: some pages are used again soon, others after they were evicted from the device, or from the
@@ -219,8 +217,6 @@ class Traffic:
             raise ValueError(f"status {status}: {answer[:300]!r}")
         with self._lock:
             self.counts["flushed"] += status == 200
-
-    # ---------------------------------------------------------------- answers
 
     def _events(self, body: dict[str, Any], stop_after: int | None) -> list[dict[str, Any]]:
         """All events of a stream, or the first ones, after which the client disconnects."""

@@ -17,8 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from sgl_kvpool.attention.triton_lists import rows_of_entries
 
-# ------------------------------------------------------------------------------------ registers
-
 
 @gluon.constexpr_function
 def _bits(first, end):
@@ -86,7 +84,6 @@ def _entries_layout(WARPS):
     return gl.BlockedLayout([1], [32], [WARPS], [0])
 
 
-# -------------------------------------------------------------------------------- shared memory
 #: Words [rows, 16]. Rows are 64 bytes: the four lanes of the next row use the other half of the banks.
 _S_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 #: FP4's scales [rows, 32]. In every second group of four rows, the halves of a row are swapped: a warp reads
@@ -98,7 +95,6 @@ S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
-# --------------------------------------------------------------------------------------- register parts
 # The first of the REG_PARTS parts of a row is the rope; the others are the last 64-byte units of the latent.
 @gluon.constexpr_function
 def words_of_latent(R, NOPE):
@@ -118,7 +114,6 @@ def rope_order(ROPE, REG_PARTS):
     return "bf16 words" if ROPE == "bf16" and REG_PARTS > 0 else ROPE
 
 
-# ------------------------------------------------------------------------------------- row numbers
 @gluon.jit
 def load_entries(kv_indices, start, end, kv_indices_stride, WARPS: gl.constexpr):
     """A block of entries of a list from `start`, int32 or int64; -1 from `end` on."""
@@ -230,7 +225,6 @@ def load_register_parts(
     return parts
 
 
-# --------------------------------------------------------------------------------------- decoding
 @gluon.jit
 def words_of(words, parts, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr):
     """int32 [rows, 16], 64 bytes of every row, from shared memory or, for register parts, from registers."""
@@ -352,7 +346,6 @@ def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
     )
 
 
-# ------------------------------------------------------------------------------- orders of columns
 @gluon.jit
 def in_operand_order(x, ENCODING: gl.constexpr):
     """[N, D] in the order of values -> in that of an operand's columns; D is 128, or 64 except for e2m1."""

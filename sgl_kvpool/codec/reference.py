@@ -33,7 +33,6 @@ class _Scratch:
         return buffer[:count].view(shape)
 
 
-# --------------------------------------------------------------------------------------- encoding
 # An encoder takes bf16 [tokens, count], the values per stored scale (0 without scales) and the divisor of the
 # values (1.0 without a k_scale); it returns the bytes of the values and of the scales (None without scales),
 # uint8 [tokens, size_bytes].
@@ -95,7 +94,6 @@ _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
 }
 check_encodings(_ENCODERS, "_ENCODERS of sgl_kvpool/codec/reference.py")
 
-# --------------------------------------------------------------------------------------- decoding
 # A decoder takes the bytes of the values and of the scales (None without scales), uint8 [tokens, size_bytes]
 # views of dense rows, and k_scale; it writes `out`, [tokens, count] of any float dtype.
 
@@ -151,8 +149,6 @@ _DECODERS: dict[tuple[Encoding, Encoding | None], Callable[..., None]] = {
     (Encoding.E2M1, Encoding.UE5M3): _decode_e2m1_ue5m3,
 }
 check_encodings(_DECODERS, "_DECODERS of sgl_kvpool/codec/reference.py")
-
-# ------------------------------------------------------------------------------------------- rows
 
 
 def encode_rows(

@@ -52,9 +52,6 @@ def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
     return values[..., 0]
 
 
-# ---------------------------------------------------------------------------------------- ue5m3
-
-
 def ue5m3_bytes(values: torch.Tensor) -> torch.Tensor:
     """Nearest ue5m3 of non-negative fp32 values, as int32 bytes; at most `UE5M3_MAX_BYTE`.
 
@@ -89,9 +86,6 @@ def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
     return [scale_bytes.clamp(1, UE5M3_MAX_BYTE) for scale_bytes in tried]
 
 
-# ----------------------------------------------------------------------------------------- e2m1
-
-
 def round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
     """Nearest e2m1 magnitude of non-negative fp32 values, as fp32; values above 6 give 6."""
     magnitudes = magnitudes.clamp(max=E2M1_MAX)
@@ -124,9 +118,6 @@ def e2m1_pairs_table(device: torch.device) -> torch.Tensor:
     even = decoded[:, None, :].expand(256, 16, 16)  # the low nibble varies fastest
     odd = decoded[:, :, None].expand(256, 16, 16)
     return torch.stack([even, odd], dim=-1).view(torch.int32).reshape(-1).to(device)
-
-
-# ----------------------------------------------------------------------------------------- e4m3
 
 
 def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,6 @@ _MAX_CHUNK = 512
 #: Required alignment of a row's address, because rows hold float32 scales.
 _ROW_ALIGNMENT_BYTES = 4
 
-# ----------------------------------------------------------------------------------------- kernels
-
 
 @triton.jit
 def _row_pointers(rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS):
@@ -125,9 +123,6 @@ def gather_kernel(
         divisor = k_scale if ROPE_BY_K_SCALE else None
         x = load_as(rows, live, divisor, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE, DTYPE)
         tl.store(out + tl.arange(0, P)[None, :], x, mask=exists)
-
-
-# -------------------------------------------------------------------------------------------- host
 
 
 def can_address(rows: torch.Tensor) -> bool:

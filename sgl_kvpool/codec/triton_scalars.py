@@ -45,9 +45,6 @@ def fp32_to(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         return x.to(DTYPE)
 
 
-# ----------------------------------------------------------------------------------------- e4m3
-
-
 @triton.jit
 def e4m3_bytes(x, NATIVE: tl.constexpr):
     """Nearest e4m3 of fp32, clamped to +-448 first, as uint8."""
@@ -77,9 +74,6 @@ def e4m3_values(codes, NATIVE: tl.constexpr):
         return tl.where((wide & 0x7F) == 0x7F, float("nan"), x)
 
 
-# ---------------------------------------------------------------------------------------- ue5m3
-
-
 @triton.jit
 def ue5m3_bytes(x):
     """Nearest ue5m3 of non-negative fp32, as int32, at most 0xF7 (61440)."""
@@ -95,9 +89,6 @@ def ue5m3_bytes(x):
 def ue5m3_values(scale_bytes):
     """Integer ue5m3 bytes -> fp32: shifted left by 7 they are the same numbers in fp16."""
     return (scale_bytes << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-# ----------------------------------------------------------------------------------------- e2m1
 
 
 @triton.jit

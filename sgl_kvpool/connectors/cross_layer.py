@@ -92,8 +92,6 @@ class CrossLayerGroup:
     def __post_init__(self) -> None:
         self.validate()
 
-    # ---------------------------------------------------------------- geometry
-
     @property
     def first(self) -> LayerPages:
         """One layer of the group; the others have the same geometry."""
@@ -150,8 +148,6 @@ class CrossLayerGroup:
                     return position, layer
         raise KeyError(f"layer {name!r} is not in this group")
 
-    # ---------------------------------------------------------------- views
-
     def layer_view(self, name: int | str) -> torch.Tensor:
         """Bytes of a layer, zero-copy.
 
@@ -178,8 +174,6 @@ class CrossLayerGroup:
     def canonical_tensor(self) -> torch.Tensor:
         """The buffer as `[pages, page_bytes]` int8, without a copy."""
         return self.tensor.view(self.pages, self.page_bytes)
-
-    # ---------------------------------------------------------------- validation
 
     def validate(self) -> None:
         """Check that the tensor has the size that the layers need and that they may share it.

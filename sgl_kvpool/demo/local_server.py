@@ -259,8 +259,6 @@ class LocalServer:
             line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]} ..." for line in last
         )
 
-    # ---------------------------------------------------------------- requests
-
     def _open(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
         """Body of the answer to a request, or to a GET request for a path."""
         if isinstance(request, str):

@@ -188,9 +188,6 @@ def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: C
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# -------------------------------------------------------------------- any checkpoint of the demo
-
-
 def dense_mla(layers: int, intermediate_size: int) -> dict[str, Any]:
     """Fields of config.json with which SGLang serves a model as MLA; the demo's classes replace this one."""
     return {

@@ -17,8 +17,6 @@ from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
 from sgl_kvpool.sglang_plugin.rules.features import disaggregates
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
-# -------------------------------------------------------------------- which servers use a group
-
 
 def _kvpool_attends(on_cpu: bool) -> Callable[[Any, Any], bool]:
     def is_used(view: Any, model_config: Any) -> bool:

@@ -95,9 +95,6 @@ def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
     return [name for name in expected if name not in names]
 
 
-# -------------------------------------------------------------------- groups
-
-
 @dataclass(frozen=True)
 class HookGroup:
     """Hook points that are needed together, and the modules of this package that need them.
@@ -184,9 +181,6 @@ def _overridden(modules: tuple[ModuleType, ...]) -> list[HookPoint]:
             takes = () if method is None else parameters_of(method)
             points.append(HookPoint(f"{base.__module__}.{base.__qualname__}.{name}", takes, hooked=False))
     return points
-
-
-# -------------------------------------------------------------------- hooking
 
 
 def wrap(target: str, hook: Callable) -> None:

@@ -24,9 +24,6 @@ uses("sglang.srt.runtime_context.num_dp_ranks_of", "launcher", takes=("cfg",))
 fields("ep_join_mode")
 
 
-# -------------------------------------------------------------------- in the scheduler
-
-
 @contextmanager
 def ending_when_refused() -> Iterator[None]:
     """End this process, a scheduler, if it is refused in the block; the launcher gets the refusal's text."""
@@ -70,8 +67,6 @@ def write_refusal(text: str) -> None:
     with suppress(OSError):
         print(line(text), file=sys.stderr, flush=True)
 
-
-# -------------------------------------------------------------------- in the launcher
 
 #: Refusals that the launcher has raised. Their tracebacks keep the TokenizerManager of an Engine that did not
 #: start. If the garbage collector freed it, `zmq.Context.__del__` would wait forever for its open sockets.

@@ -65,9 +65,6 @@ def _busy(scheduler: Any, tree: Any) -> dict[str, int]:
     }
 
 
-# -------------------------------------------------------------------- the tree
-
-
 def _node_ids(tree: Any) -> list[int]:
     """Ids of all nodes, roots included.
 
@@ -109,9 +106,6 @@ def _sanity(tree: Any) -> str:
     except AssertionError as error:
         return str(error)[:2000]
     return ""
-
-
-# -------------------------------------------------------------------- pages
 
 
 def _places(total_pages: range, free: torch.Tensor, held: torch.Tensor) -> dict[str, Any]:
@@ -190,9 +184,6 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
         "marked_otherwise": int((marked != in_tree).sum() + (used.any(dim=1) != marked).sum()),
         "lost_in_tree": 0 if lost is None else int(lost.of(in_tree.nonzero()[:, 0].numpy()).sum()),
     }
-
-
-# -------------------------------------------------------------------- bytes
 
 
 def _bytes(scheduler: Any, host_pool: Any, nodes: list) -> dict[str, Any] | None:

@@ -111,8 +111,6 @@ class Attention:
             kv_index_translator=None,
         )  # fmt: skip
 
-    # ---------------------------------------------------------------- attention calls
-
     def decode_or_verify(self, mode: str, queries: int) -> None:
         """Decode, verification of drafts or a draft's extend, once for each of `batch_sizes`."""
         for requests in self.batch_sizes(queries):
@@ -158,8 +156,6 @@ class Attention:
         for dtype in (torch.int32, torch.int64):
             slots = torch.arange(_NEW, dtype=dtype, device=self.device)
             self.pool.get_mla_kv_buffer(self.layer, slots, torch.bfloat16)
-
-    # ---------------------------------------------------------------- batches
 
     def _batch(self, mode: str, prefixes: list[int], fresh: list[int]) -> Any:
         from sgl_kvpool.srt.self_check.attention import batch_of

@@ -101,9 +101,6 @@ def _absorbed(attention: Any, forward_batch: Any):
     return attention_backend_handler._dispatch_mla_subtype(attention, forward_batch)
 
 
-# -------------------------------------------------------------------- factories
-
-
 def backend_class(device: str) -> type:
     """Class of our backend for a target on a device."""
     if device == "cpu":

@@ -40,9 +40,6 @@ MARK = "+kvpool:"
 POOLS: WeakSet = WeakSet()
 
 
-# -------------------------------------------------------------------- what is compared
-
-
 @around(
     "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
     "disaggregation",
@@ -116,9 +113,6 @@ def _pools_behind(args: Any) -> list[Any]:
             )
         found[pool] = None
     return list(found)
-
-
-# -------------------------------------------------------------------- without a GPU
 
 
 def _on_cpu(args: Any, transfer_backend: str) -> None:

@@ -15,9 +15,6 @@ _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 fields("speculative_draft_kv_cache_dtype")
 
 
-# -------------------------------------------------------------------- pools
-
-
 @dataclass(frozen=True)
 class OwnDraft:
     """A draft with a pool of its own, whose layers SGLang does not append to the target's.
@@ -125,9 +122,6 @@ def _check_backend(draft: OwnDraft) -> None:
 def _drafts(configurator: Any) -> bool:
     algorithm = configurator.spec_algorithm
     return not configurator.is_draft_worker and (algorithm.is_eagle() or algorithm.is_standalone())
-
-
-# -------------------------------------------------------------------- attention backends
 
 
 def require_mla(runner: Any) -> None:

@@ -154,8 +154,6 @@ _refusals: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 _notifiers: WeakSet[_Notifier] = WeakSet()
 
-# -------------------------------------------------------------------- the error
-
 
 @around(f"{_CONN}.CommonKVManager.try_ensure_parallel_info", "disaggregation")
 def _try_ensure_parallel_info(original, self, bootstrap_addr):
@@ -226,9 +224,6 @@ def _remedy(prefill: str, decode: str) -> str:
         f"Start both with the same {LAYOUT.flag}; {MLAKVCacheLayout.BF16} also works with servers that do "
         "not have sgl-kvpool."
     )
-
-
-# -------------------------------------------------------------------- its requests
 
 
 @around("sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info", "disaggregation")

@@ -100,9 +100,6 @@ def _size(group: Any) -> int:
     return 1 if group is None else torch.distributed.get_world_size(group=group)
 
 
-# -------------------------------------------------------------------- ranks that share a tier
-
-
 def sharing_ranks(options: Any) -> Any:
     """`NodeRanks` of this process where the ranks of a machine share a host tier; None where they do not."""
     if options.sharing != NODE:

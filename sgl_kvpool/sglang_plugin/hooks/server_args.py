@@ -80,9 +80,6 @@ def _install() -> None:
     _extend_engine()
 
 
-# -------------------------------------------------------------------- flags and keywords
-
-
 @around(f"{_ARGS}.add_cli_args", "arguments")
 def _add_cli_args(original, parser):
     """Add our arguments, which are also keys of `--config` YAML."""
@@ -157,9 +154,6 @@ def _engine_server_args(previous):
 
     setattr(build, _EXTENDED, True)
     return build
-
-
-# -------------------------------------------------------------------- resolution steps
 
 
 def _step(rule, *, first=True):

@@ -41,9 +41,6 @@ uses(
 )
 
 
-# -------------------------------------------------------------------- construction
-
-
 @dataclass
 class _Stack:
     """A hybrid model's host tier while SGLang builds it around our rows."""
@@ -131,9 +128,6 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout
     return tier
 
 
-# -------------------------------------------------------------------- before anything is queued
-
-
 def _state_tier(controller: Any) -> HierarchicalStatePoolHost | None:
     """Our host pool of states of a controller: the one of our pools that does not hold rows.
 
@@ -197,9 +191,6 @@ def join_states(controller: Any, operation: Any) -> None:
     operation.pool_transfers = [*others, joined]
 
 
-# -------------------------------------------------------------------- a load that is a miss
-
-
 @around(f"{_TREE}.init_load_back", "host tier of hybrid models")
 def _init_load_back(original, self, params):
     """After a load that was a miss, give the request the state of the prefix from which it continues.
@@ -224,9 +215,6 @@ def _init_load_back(original, self, params):
     return found
 
 
-# -------------------------------------------------------------------- states locked by copies
-
-
 @around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models")
 def _evict_for_alloc(original, self, params, **kwargs):
     """Where too few states can be evicted, wait for the copies that lock states, then evict again.
@@ -248,9 +236,6 @@ def _evict_for_alloc(original, self, params, **kwargs):
         found.num_tokens_evicted += again.num_tokens_evicted
         found.mamba_num_evicted += again.mamba_num_evicted
     return found
-
-
-# -------------------------------------------------------------------- stores
 
 
 def store_calls(controller: Any) -> dict[str, Callable]:

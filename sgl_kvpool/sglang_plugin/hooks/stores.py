@@ -44,9 +44,6 @@ def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[in
     return dict(zip(host_indices[:: controller.page_size].tolist(), SERVED.keys(hash_values), strict=True))
 
 
-# -------------------------------------------------------------------- calls of a store
-
-
 def wrap_calls(store: Any, of_states: Mapping[str, Callable]) -> None:
     """Replace the methods by which SGLang's controllers call a store.
 
@@ -113,9 +110,6 @@ def _timed(call: Callable, action: str, first: Any, *args: Any, **kwargs: Any) -
     finally:
         _in_call.now = False
         timer.cancel()
-
-
-# -------------------------------------------------------------------- fetching
 
 
 @around(f"{_CONTROLLER}._generic_page_get", "host tier")
@@ -202,9 +196,6 @@ def _one_by_one(
         except Exception as error:  # any exception is a miss of this page, which the caller counts
             return number, error
     return len(keys), None
-
-
-# -------------------------------------------------------------------- storing
 
 
 @around(f"{_CONTROLLER}._page_backup_or_log", "host tier")

@@ -101,8 +101,6 @@ class ServedWeights:
         if not self.unsettled:
             self._name(k_scales)
 
-    # ---------------------------------------------------------------- updates
-
     def begin(self, version: str, *, session: bool = False) -> None:
         """Weights change from now on, in this call or until `end`; `version` is the one before."""
         self.unsettled = True
@@ -160,9 +158,6 @@ class ServedWeights:
         self.digits = hashlib.blake2b(encoded, digest_size=_DIGITS // 2).hexdigest() if name else ""
 
 
-# -------------------------------------------------------------------- names
-
-
 #: The weights of this process, which has one scheduler.
 SERVED = ServedWeights()
 
@@ -192,9 +187,6 @@ def _version() -> str:
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().weight_version
-
-
-# -------------------------------------------------------------------- k_scales
 
 
 #: The pools of this process, target first, each with the function that collects and checks its k_scales.
@@ -247,9 +239,6 @@ def _kept_in(scheduler: Any, pool: RowPool) -> str | None:
     if pool.row_pool.host_tier.host_layout(layout) is not layout:
         return "the host tier converts rows with the old one (--kv-host-layout)"
     return None
-
-
-# -------------------------------------------------------------------- SGLang's calls
 
 
 @around(f"{_UPDATER}.update_weights_from_disk", "pools")

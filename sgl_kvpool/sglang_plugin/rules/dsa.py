@@ -37,9 +37,6 @@ uses("sglang.srt.configs.model_config.get_dsa_index_kpool", "model rules", takes
 fields(*_IMPLEMENTATION_FIELDS, "enable_mixed_chunk")
 
 
-# -------------------------------------------------------------------- before SGLang resolves
-
-
 def prepare(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, model_config: Any, server_args: Any
 ) -> dict:
@@ -139,9 +136,6 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
         )
     index_kpool = get_dsa_index_kpool(model_config.hf_config)
     check_pair(layout, SPARSE_BF16, SPARSE_BF16, index_kpool=index_kpool)
-
-
-# -------------------------------------------------------------------- after SGLang has resolved
 
 
 def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
@@ -263,9 +257,6 @@ def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[st
     if not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
         return prefill, KVPOOL_DECODE
     return prefill, decode
-
-
-# -------------------------------------------------------------------- which rows
 
 
 def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:

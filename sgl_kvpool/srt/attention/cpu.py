@@ -69,8 +69,6 @@ class KVPoolMLABackend(AttentionBackend):
         if self.prefill_reads_rows:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
 
-    # ---------------------------------------------------------------- once per step
-
     @overrides
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Divide the batch into lists of rows; they are the same for every layer."""
@@ -108,8 +106,6 @@ class KVPoolMLABackend(AttentionBackend):
     def support_triton(self) -> bool:
         """False, so that SGLang's helpers take their torch path."""
         return False
-
-    # ---------------------------------------------------------------- per layer
 
     @overrides
     def forward_extend(

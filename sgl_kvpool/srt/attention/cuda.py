@@ -119,8 +119,6 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             return SharedReadEnds.POST_REPLAY
         return super().shared_read_ends(fm)
 
-    # ---------------------------------------------------------------- once per step
-
     @overrides
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
         """Check that the buffer of kv_lens holds the largest graph; SGLang's lists are not needed."""
@@ -180,8 +178,6 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request."""
         return 1
-
-    # ---------------------------------------------------------------- per layer
 
     @overrides
     def forward_decode(

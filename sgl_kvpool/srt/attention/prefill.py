@@ -130,9 +130,6 @@ def take_own_prefixes(forward_batch: ForwardBatch, lists: ListReader) -> None:
     forward_batch.attn_dcp_metadata.dcp_local_prefix_kv_indices = slots // ranks
 
 
-# -------------------------------------------------------------------- the MHA form
-
-
 def plan_ragged(
     wrapper: Any, sizes: Any, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, *, causal: bool = True
 ) -> None:

@@ -90,9 +90,6 @@ class HostPageFormat:
         return self.size_bytes // page_size
 
 
-# -------------------------------------------------------------------- checksums
-
-
 class DamagedPage(ValueError):
     """Error for a page that came back from a store changed; callers have to treat it as a miss."""
 

@@ -176,8 +176,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
             ) from error
         self._make_channels(options or HostTierOptions(), io_backend)
 
-    # ---------------------------------------------------------------- construction
-
     @overrides
     def get_size_per_token(self) -> int:
         """Bytes of a host slot, with padding and checksum."""
@@ -232,8 +230,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
             ", pinned" if self.pin_memory else "",
         )
 
-    # ---------------------------------------------------------------- slots
-
     @overrides
     def clear(self) -> None:
         """Free all slots and discard all states."""
@@ -266,14 +262,10 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
         self.slot_used[owned] = False
         return super().free(owned)
 
-    # ---------------------------------------------------------------- transfers
-
     def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:
         (channel,) = self._channels.to_device
         parts = self._view.parts_by_layer
         return [(channel, part) for part in parts[layer_id]] if layer_id < len(parts) else []
-
-    # ---------------------------------------------------------------- what stores see
 
     def _page_view(self, page: int) -> torch.Tensor:
         return self._pages[page, : self.page_format.content_bytes]

@@ -66,8 +66,6 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         self.row_format, self.placement = rows.row_format, rows.placement
         self.kv_lora_rank, self.qk_rope_head_dim = rows.kv_lora_rank, rows.qk_rope_head_dim
 
-    # ---------------------------------------------------------------- what the rows are
-
     @property
     def row_pool(self) -> LayoutMLATokenToKVPool:
         """The wrapped pool, which numbers its layers 0, 1, ..."""
@@ -95,8 +93,6 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     def get_v_head_dim(self) -> int:
         """Number of a row's values that are attended as V: the latent."""
         return self.full_kv_pool.get_v_head_dim()  # SGLang's reads a value buffer, which packed rows lack
-
-    # ---------------------------------------------------------------- rows
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
         """Stored bytes of a model layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.

@@ -56,8 +56,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     def _check_readers(self) -> None:
         check_readers(self.kv_cache_layout, self.kv_cache_arrangement, self.options.readers)
 
-    # ---------------------------------------------------------------- construction
-
     @overrides
     def _create_buffers(self) -> None:
         assert self.use_dsa == self.serves_dsa, type(self)
@@ -122,8 +120,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     def take_k_scales(self, k_scales: Mapping[int, float]) -> None:
         """Replace the k_scales; rows of the old ones must not be read any more."""
         self.options = replace(self.options, k_scales=k_scales)
-
-    # ---------------------------------------------------------------- reading
 
     def _index(self, layer_id: int) -> int:
         """Index of a model layer in the pool; IndexError if the pool does not hold it."""
@@ -223,8 +219,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         )
         return nope.to(dtype), None if rope is None else rope.to(dtype)
 
-    # ---------------------------------------------------------------- writing
-
     @overrides
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
@@ -282,8 +276,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
             self.row_format,
             k_scale=self.k_scale(layer_id),
         )
-
-    # ---------------------------------------------------------------- whole slots
 
     @property
     def _slots_are_rows(self) -> bool:

@@ -59,8 +59,6 @@ class PoolReader:
             return self._mamba
         raise TypeError(f"the bytes of {type(pool).__name__} are unknown")
 
-    # ---------------------------------------------------------------- one method per kind
-
     def _layout_mla(self, pool: LayoutMLATokenToKVPool, name: str, layer_ids: LayerIds) -> None:
         page = self._page_tokens(pool)
         contents = [f"{pool.row_format.tag} k_scale {pool.k_scale(own)}" for own in pool.model_layer_ids]
@@ -134,8 +132,6 @@ class PoolReader:
         self.groups.append(
             CanonicalGroup(name="state", layers=tuple(references), num_pages=slots, page_size_tokens=None)
         )
-
-    # ---------------------------------------------------------------- shared
 
     def _page_tokens(self, pool: Any) -> int:
         """Tokens of a page of the view; ValueError unless it consists of whole pages of the pool."""

@@ -130,9 +130,6 @@ class RowPool:
         raise NotImplementedError
 
 
-# -------------------------------------------------------------------- where a batch is written
-
-
 @dataclass
 class RowWriteLoc(KVWriteLoc):
     """A `KVWriteLoc` whose `loc` holds row numbers already, for writers that convert slots once per step."""
@@ -169,9 +166,6 @@ class RowsToWrite:
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
-# -------------------------------------------------------------------- k_scales
 
 
 def _checked_k_scales(k_scales: Mapping[int, float]) -> dict[int, float]:
