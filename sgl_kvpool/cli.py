@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as interrupt:
-        return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
+        return 128 + (interrupt.args or (signal.SIGINT,))[0]
     except BrokenPipeError:
         # The reader of the pipe has closed it, as `head` does: flushing again would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -145,22 +145,14 @@ def _print_anything() -> None:
 
 
 def _leave_in_order() -> None:
-    """Let SIGTERM and SIGHUP raise an exception, as Ctrl-C does, so that this process ends its children."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that its children end."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
     for ending in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(ending, _terminate)
-
-
-class _Terminated(KeyboardInterrupt):
-    """Raised when a signal requests the end of this process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise _Terminated(number)
+            signal.signal(ending, interrupt)
 
 
 def _layouts(arguments: argparse.Namespace) -> int:
