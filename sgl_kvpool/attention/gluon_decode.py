@@ -47,7 +47,7 @@ from sgl_kvpool.attention.gluon_operands import (
     words_of,
     words_of_latent,
 )
-from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
+from sgl_kvpool.attention.triton_lists import UNALIGNED, place_of, row_count_of, rows_of_part
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the second name
@@ -192,7 +192,10 @@ def _write(
     gl.store(lse_at + token * lse_token_stride + head * lse_head_stride, lse, mask=exists)
 
 
-@gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
+@gluon.jit(
+    do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def gluon_decode_kernel(
     q_ptr, q_rope_ptr, pool_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
     partial_lse_ptr, row_count, lists, bound, splits, min_blocks, query_heads,

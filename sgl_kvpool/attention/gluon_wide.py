@@ -28,7 +28,7 @@ from sgl_kvpool.attention.gluon_decode import (
 )
 from sgl_kvpool.attention.gluon_operands import A_TILE, S_NUMBERS, in_value_order, scores_layout
 from sgl_kvpool.attention.gluon_wide_decoder import ROPE_IN_REGISTERS, ROWS, WARPS, decoder_role
-from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
+from sgl_kvpool.attention.triton_lists import UNALIGNED, place_of, row_count_of, rows_of_part
 
 #: Query heads of a tile.
 _TILE = gl.constexpr(64)
@@ -170,7 +170,10 @@ def _values_role(
         )
 
 
-@gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
+@gluon.jit(
+    do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def gluon_wide_decode_kernel(
     q_ptr, q_rope_ptr, pool_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
     partial_lse_ptr, row_count, lists, bound, splits, min_blocks, query_heads,

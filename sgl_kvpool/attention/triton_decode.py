@@ -20,7 +20,7 @@ captured CUDA graph can be replayed for other lists.
 import triton
 import triton.language as tl
 
-from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_entries, rows_of_part
+from sgl_kvpool.attention.triton_lists import UNALIGNED, place_of, row_count_of, rows_of_entries, rows_of_part
 from sgl_kvpool.attention.triton_operands import (
     load_queries,
     load_stored,
@@ -180,7 +180,10 @@ def _write(
 
 
 # Arguments that differ between batches are not specialised, so that no batch size needs another compilation.
-@triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
+@triton.jit(
+    do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def decode_kernel(
     q_ptr,  # bf16 or fp16
     q_rope_ptr,  # of the same type; None if P is 0

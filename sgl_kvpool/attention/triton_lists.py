@@ -7,6 +7,9 @@ from sgl_kvpool.codec.triton_scalars import fp32_to
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+#: Pointers whose alignment must not choose another compiled kernel: the second half of a batch that SGLang
+#: splits (two-batch overlap) begins at any request.
+UNALIGNED = ("kv_lens_ptr", "list_index_ptr")
 
 
 @triton.jit
@@ -82,7 +85,10 @@ def rows_of_part(
         return list_index, length, 0, length
 
 
-@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "query_heads"])
+@triton.jit(
+    do_not_specialize=["lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def merge_kernel(
     partial_ptr,  # fp32 [splits, T, H, R], contiguous
     partial_lse_ptr,  # fp32 [splits, T, H], contiguous

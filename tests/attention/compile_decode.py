@@ -29,6 +29,7 @@ def compile_decode(
     from sgl_kvpool import MLAKVCacheLayout
     from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, tile_config
     from sgl_kvpool.attention.decode_launch import decode_constants, decode_kernel_fn, gluon_constants
+    from sgl_kvpool.attention.triton_lists import UNALIGNED
     from sgl_kvpool.memory.arrangement import PageStride
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
@@ -58,7 +59,7 @@ def compile_decode(
     attrs = {
         (fn.arg_names.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind.startswith("*") or (name.endswith("stride") and kind == "i32")
+        if (kind.startswith("*") and name not in UNALIGNED) or (name.endswith("stride") and kind == "i32")
     }
     return compile(
         source(fn, signature, constants, attrs),

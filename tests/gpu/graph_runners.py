@@ -16,7 +16,7 @@ WIDTH = HEADS * RANK
 DRAFT_TOKENS = 4
 
 
-def publish_one_rank(*, speculative=False, requests=(4,), prefill_tokens=(160,)):
+def publish_one_rank(*, speculative=False, requests=(4,), prefill_tokens=(160,), **more):
     """SGLang's runtime context and process groups of a server with one rank and graphs of these sizes."""
     import torch.distributed as dist
     from sglang.srt.distributed import parallel_state
@@ -24,13 +24,13 @@ def publish_one_rank(*, speculative=False, requests=(4,), prefill_tokens=(160,))
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    more = {}
     if speculative:
         more = {
             "speculative_algorithm": "EAGLE",
             "speculative_num_steps": DRAFT_TOKENS - 1,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": DRAFT_TOKENS,
+            **more,
         }
     graphs = CudaGraphConfig(
         decode=PhaseConfig(backend="full", bs=list(requests), max_bs=max(requests)),
@@ -70,15 +70,19 @@ class Body(torch.nn.Module):
     def forward(self, input_ids, positions, forward_batch):
         hidden = None
         for layer in self.layers:
-            q = self.queries[input_ids].view(-1, HEADS, RANK + ROPE)
-            k = self.keys[input_ids].unsqueeze(1)
-            if hidden is not None:
-                q = q + 0.1 * hidden.view(-1, HEADS, RANK).repeat(1, 1, 2)[..., : RANK + ROPE]
-            # As an absorbed core gives it: the result of a batched matrix product, transposed.
-            latent = q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1)
-            ropes = {"q_rope": q[..., RANK:].contiguous(), "k_rope": k[..., RANK:]}
-            hidden = layer(latent, k[..., :RANK], k[..., :RANK], forward_batch, **ropes)
+            hidden = self.attend(layer, hidden, input_ids, forward_batch)
         return hidden
+
+    def attend(self, layer, hidden, input_ids, forward_batch):
+        """One layer's attention; `hidden` is that of the layer before, or None."""
+        q = self.queries[input_ids].view(-1, HEADS, RANK + ROPE)
+        k = self.keys[input_ids].unsqueeze(1)
+        if hidden is not None:
+            q = q + 0.1 * hidden.view(-1, HEADS, RANK).repeat(1, 1, 2)[..., : RANK + ROPE]
+        # As an absorbed core gives it: the result of a batched matrix product, transposed.
+        latent = q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1)
+        ropes = {"q_rope": q[..., RANK:].contiguous(), "k_rope": k[..., RANK:]}
+        return layer(latent, k[..., :RANK], k[..., :RANK], forward_batch, **ropes)
 
 
 class Model(torch.nn.Module):

@@ -73,7 +73,14 @@ class Case:
             if prefix:
                 nope, rope = keys[:prefix, :, :RANK], keys[:prefix, :, RANK:]
                 self.pool.set_mla_kv_buffer(self.layer, own[:prefix], nope, rope)
+        self._buffers = {}
         self.backend = self._backend(most_queries)
+
+    def _buffer(self, name, make):
+        """One buffer per name, as SGLang's, for this case alone."""
+        if name not in self._buffers:
+            self._buffers[name] = make()
+        return self._buffers[name]
 
     def _backend(self, most_queries):
         """The backend from its constructor, given the attributes that it reads of SGLang's ModelRunner."""
@@ -98,7 +105,7 @@ class Case:
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             for owner in (flashinfer_mla_backend, decode_verify, prefill):
-                patch.setattr(owner, "get_buffer", lambda name, make: make())
+                patch.setattr(owner, "get_buffer", self._buffer)
             patch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
             return module.KVPoolMLACudaBackend(runner)
 

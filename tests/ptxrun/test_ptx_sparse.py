@@ -60,7 +60,7 @@ def test_rows_for_an_extend(on_ptxrun, layout):
 
 def test_every_triton_kernel_runs_here(runs):
     """Cases of this folder launch all kernels of the package; a kernel that is added needs one."""
-    kernel = re.compile(r"@(?:triton|gluon)\.jit(?:\(.*?\))?\ndef (\w*kernel)\(")
+    kernel = re.compile(r"@(?:triton|gluon)\.jit(?:\(.*?\))?\ndef (\w*kernel)\(", re.DOTALL)
     files = Path(sgl_kvpool.__file__).parent.rglob("*.py")
     found = {name for path in files for name in kernel.findall(path.read_text())}
     launched = set()

@@ -56,8 +56,6 @@ mla cpu bf16 --kv-cache-arrangement token_major --disaggregation-mode prefill
   --disaggregation-mode prefill does not work with --kv-cache-arrangement token_major: .*one of the two
 mla cpu bf16 --kv-cache-arrangement page_major --disaggregation-mode decode
   --disaggregation-mode decode does not work with --kv-cache-arrangement page_major: .*one of the two
-mla cuda fp4 --enable-two-batch-overlap --moe-a2a-backend deepep
-  --enable-two-batch-overlap does not work with attention backend kvpool_mla: the backends
 mla cuda bf16 --attention-backend kvpool_mla --enable-mis
   --enable-mis does not work with .*masks between the items
 mla cuda fp4 --cuda-graph-backend-prefill full
@@ -146,8 +144,12 @@ mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
 mla cuda bf16 DCP --attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
+mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
+  --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 mla cuda bf16 DCP --decode-attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
+mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
+  --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 """
 #: The same for features that do not go with --dcp-size.
 DCP_CASES = """

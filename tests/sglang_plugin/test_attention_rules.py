@@ -122,7 +122,6 @@ def test_rocm_calls_its_device_cuda(serve, monkeypatch):
 
 #: Field of each of `BACKEND_FEATURES` -> a value with which the feature is in use.
 IN_USE = {
-    "enable_two_batch_overlap": True,
     "enable_pdmux": True,
     "enable_prefill_cp": True,
     "attn_cp_size": 2,

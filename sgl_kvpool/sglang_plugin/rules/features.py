@@ -125,7 +125,6 @@ _SPARSE_CP = "requests without a token on a rank shift where SGLang looks for th
 
 #: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
-    Feature("enable_two_batch_overlap", "the backends of its halves have not been shown to agree"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
     Feature("enable_prefill_cp", _PREFILL_CP),
     above_one("attn_cp_size", _PREFILL_CP),
@@ -171,6 +170,7 @@ DCP_FEATURES = (
     Feature("disaggregation_mode", "the rows of a page are on several ranks", in_use=disaggregates),
     above_one("attn_dp_size", "batches that are padded for other ranks have not been tested"),
     above_one("pp_size", "stages of several ranks have not been tested"),
+    Feature("enable_two_batch_overlap", "halves of a batch on several ranks have not been tested"),
 )
 
 #: Features that do not work with our readers of rows for sparse attention.

@@ -61,12 +61,8 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> DecodeBatch | None:
         count += 1
     if not count:
         return None
-    first, end = len(lengths) - count, len(lengths)
-    kv_lens, lists = forward_batch.seq_lens[first:end], forward_batch.req_pool_indices[first:end]
-    if first:
-        # Copies are aligned to 16 bytes, like the arguments that the kernels were compiled for.
-        kv_lens, lists = kv_lens.clone(), lists.clone()
-    return DecodeBatch(kv_lens, lists)
+    own = slice(len(lengths) - count, len(lengths))
+    return DecodeBatch(forward_batch.seq_lens[own], forward_batch.req_pool_indices[own])
 
 
 def is_deterministic() -> bool:
