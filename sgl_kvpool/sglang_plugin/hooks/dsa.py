@@ -4,6 +4,7 @@ The hooks of methods are on the class, so that they reach target, drafts and the
 hooks are installed for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 and no layout.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,6 +121,33 @@ def _get_topk_transform_method(original, self, forward_mode=None):
     pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl)
     transform = select_topk_transform(layout, *pair, forward_mode, index_kpool=self.dsa_index_kpool)
     return TopkTransformMethod[transform.name]
+
+
+@around(f"{_BACKEND}.init_forward_metadata", "sparse attention")
+def _init_forward_metadata(original, self, forward_batch):
+    """Where the keys of each token's request begin, with prefill context parallelism and RAGGED.
+
+    Without prefixes a rank attends the gathered keys of all requests, but SGLang counts only those of the
+    requests that have tokens on this rank. A request with fewer tokens than ranks has none on some.
+    """
+    from sglang.srt.layers.attention.dsa.utils import can_dsa_prefill_cp_interleave
+    from sglang.srt.layers.cp.base import get_cp_strategy
+
+    original(self, forward_batch)
+    metadata = self.forward_metadata
+    if metadata.topk_indices_offset is None or not can_dsa_prefill_cp_interleave(forward_batch):
+        return
+    offsets = metadata.topk_indices_offset
+    if not any(forward_batch.extend_prefix_lens_cpu):
+        fresh = forward_batch.extend_seq_lens
+        starts = (fresh.cumsum(0) - fresh).to(offsets.dtype)
+        every = torch.repeat_interleave(starts, fresh, output_size=sum(forward_batch.extend_seq_lens_cpu))
+        offsets = get_cp_strategy().shard_local_tokens(every)
+    if not self.use_fused_topk:
+        # A rank's tokens are padded to a multiple of the ranks, and each has an offset added.
+        padding = len(metadata.dsa_cache_seqlens_int32) - len(offsets)
+        offsets = torch.nn.functional.pad(offsets, (0, padding))
+    self.forward_metadata = replace(metadata, topk_indices_offset=offsets)
 
 
 # -------------------------------------------------------------------- readers

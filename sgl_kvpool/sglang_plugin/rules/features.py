@@ -121,7 +121,6 @@ def _captures_whole_prefill(config: Any) -> bool:
 
 
 _PREFILL_CP = "for dense MLA, SGLang splits prompts over ranks inside its fa3 backend, which reads bf16"
-_SPARSE_CP = "requests without a token on a rank shift where SGLang looks for the keys of the others"
 
 #: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
@@ -174,11 +173,7 @@ DCP_FEATURES = (
 )
 
 #: Features that do not work with our readers of rows for sparse attention.
-READER_FEATURES = (
-    Feature("enable_torch_compile", "its kernels have not been traced"),
-    Feature("enable_prefill_cp", _SPARSE_CP),
-    above_one("attn_cp_size", _SPARSE_CP),
-)
+READER_FEATURES = (Feature("enable_torch_compile", "its kernels have not been traced"),)
 
 for _features in (
     *(LAYOUT_FEATURES, ARRANGEMENT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, DCP_FEATURES),
