@@ -116,6 +116,25 @@ def test_verify_in_a_graph():
     decode("fp4", "TARGET_VERIFY")
 
 
+@pytest.mark.quick
+def test_verify_of_dspark_in_a_graph():
+    """What the graph computes for DSPARK's input is what EAGLE's verification of the same batch gives."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    args = publish_one_rank(speculative=True, speculative_algorithm="DSPARK")
+    case, model = Case("fp4", *LENGTHS["TARGET_VERIFY"]), Model()
+    runner = DecodeCudaGraphRunner(model_runner(case, args, model))
+    batch, of_eagle = (batch_of(case, "TARGET_VERIFY") for _ in range(2))
+    batch.spec_info = DFlashVerifyInput(batch.input_ids, batch.positions, DRAFT_TOKENS)
+    wanted = eager(case, model, of_eagle)
+    with no_waits():
+        assert runner.can_run_graph(batch)
+        found = runner.execute(batch)
+    assert (runner.raw_bs, runner.bs) == (3, 4)
+    as_eager(case, found, wanted)
+
+
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("arrangement", PLACED)
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])

@@ -237,7 +237,7 @@ def test_chains_are_served(serve, checkpoints, layout, argv):
     assert serve("cuda", layout, "--attention-backend", OURS, *argv) == (OURS, OURS)
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "DFLASH", "DSPARK", "UNO", "frozen_kv_mtp"])
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "DFLASH", "UNO", "frozen_kv_mtp"])
 def test_other_algorithms_are_refused(serve, algorithm):
     text = f"^--speculative-algorithm {algorithm} does not work.*one of: EAGLE, EAGLE3, NEXTN, or use"
     with pytest.raises(ValueError, match=text) as error:
@@ -245,12 +245,21 @@ def test_other_algorithms_are_refused(serve, algorithm):
     assert "it is not known" not in str(error.value)
 
 
+def test_dspark_needs_drafts_of_equal_number_and_no_host_tier(serve, monkeypatch):
+    dspark = ("--speculative-algorithm", "DSPARK", "--speculative-num-draft-tokens", "4")
+    with pytest.raises(ValueError, match="^--speculative-algorithm DSPARK .* leave out --enable-hie"):
+        serve("cuda", "fp4", *dspark, "--enable-hierarchical-cache")
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    with pytest.raises(ValueError, match="^SGLANG_RAGGED_VERIFY_MODE=compact does not work.*or use static$"):
+        serve("cuda", "fp4", *dspark)
+
+
 def test_every_algorithm_of_sglang_is_decided():
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 
-    known = {*SPECULATIVE_ALGORITHMS, *attention_rules.UNSHOWN_ALGORITHMS, "NONE"}
+    known = {*SPECULATIVE_ALGORITHMS, *attention_rules.UNSHOWN_ALGORITHMS, "DSPARK", "NONE"}
     assert {algorithm.name for algorithm in SpeculativeAlgorithm} == known
 
 

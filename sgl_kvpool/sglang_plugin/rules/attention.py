@@ -29,16 +29,18 @@ from sgl_kvpool.sglang_plugin.rules.features import (
     Feature,
     check_features,
 )
+from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
+#: It verifies only: SGLang drafts with flashinfer, because these drafts attend later tokens.
+_DSPARK = "DSPARK"
 
 #: Reasons against other algorithms. An algorithm that is not listed, such as a plugin's, is unknown.
 UNSHOWN_ALGORITHMS = {
     "NGRAM": "it verifies trees of proposals, which need a mask per query in its kernels",
     "STANDALONE": "the pool of a separate draft model has not been examined",
     "DFLASH": "its drafts attend later tokens",
-    "DSPARK": "its verification has not been tested with this backend",
     "FROZEN_KV_MTP": "its drafts read the target's pool",
     "UNO": "SGLang supports it with fa3 only",
 }
@@ -240,7 +242,7 @@ def _check_speculation(
             "neither the steps of a draft nor their verification; leave it out, or serve on a GPU"
         )
     name = {"NEXTN": "EAGLE"}.get(algorithm.upper(), algorithm.upper())  # as SGLang resolves it later
-    if name not in SPECULATIVE_ALGORITHMS:
+    if name not in (*SPECULATIVE_ALGORITHMS, _DSPARK):
         reason = UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
         raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
@@ -251,6 +253,8 @@ def _check_speculation(
             f"{flag} needs the same attention backend for prefill, decode and draft, but prefill uses "
             f"{in_use[0]} and decode uses {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
         )
+    if name == _DSPARK:
+        _check_dspark(flag, view)
     topk = view.speculative_eagle_topk
     if topk not in (None, 1):
         raise Refusal(
@@ -259,3 +263,19 @@ def _check_speculation(
             f"{_or_rows_of_sglang(layout, arrangement, view)}"
         )
     _check_features(DRAFT_FEATURES, view, layout, arrangement)
+
+
+def _check_dspark(flag: str, view: Any) -> None:
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
+
+    mode = read_ragged_verify_mode()
+    if mode is not RaggedVerifyMode.STATIC:
+        raise Refusal(
+            f"SGLANG_RAGGED_VERIFY_MODE={mode.value} does not work with attention backend {KVPOOL_BACKEND}, "
+            "which verifies as many drafts for each request; leave it out, or use static"
+        )
+    if has_host_tier(view):
+        raise Refusal(
+            f"{flag} does not work with a host tier of {LAYOUT.flag}: SGLang may keep its drafts in the "
+            "target's pages, which has not been tested; leave out --enable-hierarchical-cache"
+        )
