@@ -132,7 +132,9 @@ def model_runner(case, args, model, *, draft=False):
         capture_head_hooks=[], capture_tail_hooks=[], graph_shared_output=logits, _kernel_warmed_up=True,
         attention_layers=list(model.model.layers), mha_companion_layers=[], moe_layers=[], moe_fusions=[],
         pp_group=get_pp_group(), attn_tp_sequence_sharded=lambda tokens: False,
-        decode_num_tokens_per_req=lambda **_: 1 if algorithm.is_none() else DRAFT_TOKENS,
+        decode_num_tokens_per_req=lambda num_draft_tokens=None: (
+            1 if algorithm.is_none() else num_draft_tokens or DRAFT_TOKENS
+        ),
         get_pp_proxy_topk_size=lambda: None, get_pp_proxy_residual_num_blocks=lambda: None,
         get_pp_proxy_dspark_hidden_size=lambda: None, get_aux_hidden_states_width=lambda: 0,
         prepare_dummy_forward_batch=lambda batch: batch,
@@ -143,8 +145,8 @@ def model_runner(case, args, model, *, draft=False):
     return runner
 
 
-def batch_of(case, mode):
-    """A batch as a scheduler gives it, with tokens and positions."""
+def batch_of(case, mode, queries=DRAFT_TOKENS):
+    """A batch as a scheduler gives it, with tokens and positions; `queries` per request if it verifies."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleVerifyInput
 
@@ -162,15 +164,15 @@ def batch_of(case, mode):
         unused = "custom_mask positions retrieve_index retrieve_next_token retrieve_next_sibling"
         nothing = dict.fromkeys([*unused.split(), "retrieve_cum_len", "seq_lens_sum", "seq_lens_cpu"])
         batch.spec_info = EagleVerifyInput(
-            draft_token=batch.input_ids, spec_steps=DRAFT_TOKENS - 1, topk=1, draft_token_num=DRAFT_TOKENS,
+            draft_token=batch.input_ids, spec_steps=queries - 1, topk=1, draft_token_num=queries,
             capture_hidden_mode=CaptureHiddenMode.FULL, **nothing,
         )  # fmt: skip
     if mode == "DRAFT_EXTEND_V2":
-        accepted = torch.tensor([2, 4, 1][:requests], dtype=torch.int32, device=DEVICE)
+        accepted = torch.tensor([2, 4, 1][:requests], dtype=torch.int32, device=DEVICE).clamp(max=queries)
         batch.spec_info = EagleDraftExtendInput(
             hidden_states=torch.zeros(tokens, WIDTH, dtype=torch.bfloat16, device=DEVICE),
-            num_accept_tokens=accepted, num_correct_drafts=accepted - 1, num_tokens_per_req=DRAFT_TOKENS,
-            select_index=torch.arange(requests, device=DEVICE) * DRAFT_TOKENS + accepted - 1,
+            num_accept_tokens=accepted, num_correct_drafts=accepted - 1, num_tokens_per_req=queries,
+            select_index=torch.arange(requests, device=DEVICE) * queries + accepted - 1,
         )  # fmt: skip
     if mode == "EXTEND":
         batch.global_num_token_non_padded_cpu = batch.extend_num_tokens = tokens

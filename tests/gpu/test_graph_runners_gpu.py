@@ -166,16 +166,14 @@ def draft_worker(case, model, args):
     return worker
 
 
-def draft_batch(case):
-    """Drafting after `prefixes` tokens; the slots of three tokens are in the request table already."""
+def draft_batch(case, steps=DRAFT_TOKENS - 1):
+    """Drafting after `prefixes` tokens; the slots of `steps` tokens are in the request table already."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     batch, requests = case.batch("DECODE"), len(case.lengths)
     batch.seq_lens = torch.tensor(case.prefixes, device=DEVICE)
-    new = [
-        own[first : first + DRAFT_TOKENS - 1] for own, first in zip(case.slots, case.prefixes, strict=True)
-    ]
+    new = [own[first : first + steps] for own, first in zip(case.slots, case.prefixes, strict=True)]
     batch.out_cache_loc, batch.positions = torch.cat(new), batch.seq_lens.clone()
     batch.capture_hidden_mode = CaptureHiddenMode.LAST
     batch.spec_info = EagleDraftInput(

@@ -90,8 +90,6 @@ mla cuda fp4 EAGLE --speculative-draft-window-size 512
   --speculative-draft-window-size 512 does not work with attention backend kvpool_mla:
 mla cuda fp4 EAGLE --enable-multi-layer-eagle
   --enable-multi-layer-eagle does not work with attention backend kvpool_mla:
-mla cuda fp4 EAGLE STEPS --speculative-eagle-topk 1 --speculative-adaptive
-  --speculative-adaptive does not work with attention backend kvpool_mla:
 """
 HOST_TIER = r"""
 mla cuda fp4 --kv-host-sharing rank

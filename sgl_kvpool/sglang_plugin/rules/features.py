@@ -150,10 +150,6 @@ DRAFT_FEATURES = (
         "the queries of a verification share the splits of their list, which follow from the longest one",
     ),
     Feature("speculative_draft_window_size", "its draft backends attend whole sequences", in_use=_is_given),
-    Feature(
-        "speculative_adaptive",
-        "backends for changing numbers of steps have not been tested",
-    ),
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
