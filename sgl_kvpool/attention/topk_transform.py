@@ -115,8 +115,9 @@ def _reads_gathered(name: str, layout: MLAKVCacheLayout) -> bool:
     return name in SGLANG_READERS[layout].dsa_gathered
 
 
-#: Implementations that attend the recent tokens behind the last pooled index key
-#: (dsa/dsa_backend_kpool.py:55). SGLang replaces flashmla_sparse by fa3, on Blackwell by trtllm.
+#: SGLang's implementations that attend the recent tokens behind the last pooled index key
+#: (dsa/dsa_backend_kpool.py:55). SGLang replaces flashmla_sparse by fa3, on Blackwell by trtllm; our hook
+#: keeps it for rows that SGLang's kernels cannot read, which our decode attends in prefill too.
 _KPOOL_READERS = ("fa3", "tilelang", "trtllm")
 
 
@@ -136,11 +137,11 @@ def select_topk_transform(
       (forward_mla.py:972).
     `forward_mode`: Member or name of the mode. None, which SGLang passes outside of a batch, is a mode
       without attention.
-    `index_kpool`: Tokens per index key. Above 1, SGLang's own rule applies, because its kernels for such
-      models differ.
+    `index_kpool`: Tokens per index key. Above 1, SGLang's own rule applies to rows that its kernels read,
+      because its kernels for such models differ; our decode reads the other rows in the pool, in prefill too.
     UnsupportedCombination: if one side cannot read the rows, the two sides do not work together, or the mode
       is not supported. The message names the reason and what to use instead: the nearest pair that works, or
-      with pooled index keys (`index_kpool` above 1) the layouts that work.
+      with pooled index keys (`index_kpool` above 1) layouts that work.
     ValueError: if a name is not a layout, implementation or mode, or `index_kpool` is below 1.
     """
     mode = getattr(forward_mode, "name", forward_mode)
@@ -154,6 +155,8 @@ def _select(
 ) -> TopkTransform:
     _check_names(prefill, decode, mode)
     if index_kpool > 1:
+        if _is_kpool_pair_of_ours(layout, prefill, decode):
+            return TopkTransform.PAGED
         _check_kpool_layout(layout, prefill, decode)
         # SGLang's own rule, by which its q8 prefill gathers rows of every layout.
         ragged = mode == "EXTEND" and (prefill == _SPARSE_Q8 or _reads_gathered(prefill, layout))
@@ -192,8 +195,9 @@ def check_combination(
     """
     for mode in modes:
         select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
-    if index_kpool > 1:
-        _check_kpool_readers(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl, modes)
+    layout = MLAKVCacheLayout.parse(layout)
+    if index_kpool > 1 and not _is_kpool_pair_of_ours(layout, prefill_impl, decode_impl):
+        _check_kpool_readers(layout, prefill_impl, decode_impl, modes)
 
 
 def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
@@ -259,6 +263,10 @@ def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCom
         "--dsa-prefill-backend, --dsa-decode-backend"
     )
     return UnsupportedCombination(problem, remedy, _KPOOL_FP8 if layout is fp8 else None)
+
+
+def _is_kpool_pair_of_ours(layout: MLAKVCacheLayout, prefill: str, decode: str) -> bool:
+    return not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, KVPOOL_DECODE)
 
 
 def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> None:

@@ -220,9 +220,13 @@ def test_pooled_index_keys_keep_sglangs_rule():
         assert said == sglangs_answer(layout, prefill, mode), (layout, prefill, decode, mode)
 
 
-def test_pooled_index_keys_refuse_what_is_ours():
+def test_rows_that_only_ours_reads_are_attended_in_the_pool_with_pooled_index_keys():
     for layout, prefill, decode, mode in cells(LAYOUTS):
-        if layout.startswith("fp4") or "kvpool_mla" in (prefill, decode):
+        ours = layout.startswith("fp4")
+        if ours and (prefill, decode) == ("flashmla_sparse", "kvpool_mla"):
+            assert select_topk_transform(layout, prefill, decode, mode, index_kpool=2).name == "PAGED"
+            check_combination(layout, prefill, decode, ("EXTEND", "MIXED"), index_kpool=2)
+        elif ours or "kvpool_mla" in (prefill, decode):
             with pytest.raises(UnsupportedCombination, match="index_kpool"):
                 select_topk_transform(layout, prefill, decode, mode, index_kpool=2)
             with pytest.raises(UnsupportedCombination, match="index_kpool"):

@@ -142,8 +142,6 @@ mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
 mla cuda bf16 DCP --attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
-mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
-  --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 mla cuda bf16 DCP --decode-attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
 mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
@@ -225,10 +223,6 @@ dsa-kpool cuda fp8_block_scale
   .*pooled index keys
 dsa-kpool cuda fp8_block_scale DSA flashmla_kv flashmla_kv
   .*pooled index keys
-dsa-kpool cuda fp4
-  .*pooled index keys.*use --kv-cache-layout bf16
-dsa-kpool cuda fp4_fp8_rope
-  .*pooled index keys.*use --kv-cache-layout bf16
 dsa-sinks cuda fp4
   .*learnable attention sinks.*use --kv-cache-layout bf16
 glm5 cuda fp8
@@ -237,8 +231,6 @@ glm5 cuda fp8_block_scale
   .*flashmla_kv .* layout fp8_block_scale .*\(index_kpool above 1\).*use --kv-cache-layout bf16
 glm5 cuda fp8_block_scale DSA tilelang tilelang
   .*tilelang .* layout fp8_block_scale .*\(index_kpool above 1\).*use --kv-cache-layout bf16
-glm5 cuda fp4
-  .*layout fp4 .*kvpool_mla.*\(index_kpool above 1\).*use --kv-cache-layout bf16
 mha cuda fp4
   .*LlamaForCausalLM uses MHA.*without --kv-cache-layout
 """

@@ -55,9 +55,11 @@ def test_pages_with_a_host_tier(serve, model, argv, device, page_size, strategy)
     assert (view.page_size, view.mamba_radix_cache_strategy) == (page_size, strategy)
 
 
-@pytest.mark.parametrize(("layout", "argv"), [("bf16", ()), ("bf16", TILELANG), ("fp8", TILELANG)])
+@pytest.mark.parametrize(
+    ("layout", "argv"), [("bf16", ()), ("bf16", TILELANG), ("fp8", TILELANG), ("fp4", ())]
+)
 def test_sparse_hybrids_with_pooled_index_keys(serve, layout, argv):
-    """SGLang attends tokens after the last pooled key with fa3, tilelang or trtllm, for unpacked rows."""
+    """SGLang attends tokens after the last pooled key with fa3, tilelang or trtllm, and we do the rest."""
     view = serve("glm5", layout, *argv)
     assert (view.attention_backend, view.page_size) == ("dsa", 256)
     assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")

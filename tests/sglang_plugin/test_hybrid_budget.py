@@ -175,18 +175,18 @@ def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
     assert pool.get_kv_layer_ids() == []
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp4"])
 def test_a_sparse_hybrid(hooked, layout):
     """GLM5-Next: rows by their layout, index keys as SGLang counts them."""
     from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
     from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 
     tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
-
-    stock, ours = sizes_of(hooked(None, "glm5", *tilelang)), sizes_of(hooked(layout, "glm5", *tilelang))
+    readers = () if layout == "fp4" else tilelang
+    stock, ours = sizes_of(hooked(None, "glm5", *tilelang)), sizes_of(hooked(layout, "glm5", *readers))
     assert ours._cell_size - stock._cell_size == 2 * (ROWS[layout][1] - 1024)
-    assert ours._fixed_overhead_bytes == 0
-    _, pool = pools_of(hooked(layout, "glm5", *tilelang), 512)
+    assert (ours._fixed_overhead_bytes > 0) == (layout == "fp4")  # the workspaces of our reader
+    _, pool = pools_of(hooked(layout, "glm5", *readers), 512)
     assert isinstance(pool, LayoutHybridLinearKVPool)
     assert isinstance(pool.full_kv_pool, LayoutDSATokenToKVPool)
     assert (pool.kv_cache_layout, pool.index_kpool) == (layout, 4)

@@ -72,7 +72,7 @@ def model_of(model: NamedModel) -> Served:
     ValueError if no layout can store the model's rows, or Hugging Face does not send its configuration;
     OSError if SGLang cannot read the model.
     """
-    from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
+    from sglang.srt.configs.model_config import ModelConfig, get_dsa_mtp_topk_width
 
     from sgl_kvpool.sglang_plugin import models
 
@@ -85,5 +85,5 @@ def model_of(model: NamedModel) -> Served:
         name=models.model_name(config),
         **{name: getattr(config, name) for name in (*sizes, "context_len", "scaling")},
         layers=config.num_hidden_layers if with_rows is None else len(with_rows),
-        top_k=get_dsa_index_topk(config.hf_config) if models.is_dsa(config) else None,
+        top_k=get_dsa_mtp_topk_width(config.hf_config) if models.is_dsa(config) else None,
     )

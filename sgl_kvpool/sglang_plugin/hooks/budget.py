@@ -20,7 +20,7 @@ uses(
     "pools",
     takes=("model_config", "kv_cache_dtype"),
 )
-uses("sglang.srt.configs.model_config.get_dsa_index_topk", "sparse attention", takes=("config",))
+uses("sglang.srt.configs.model_config.get_dsa_mtp_topk_width", "sparse attention", takes=("config",))
 
 #: Requests for which the workspace is sized: SGLang resolves `max_running_requests` after it has sized the
 #: pool. With more requests than concurrent programs on the GPU, their kv indices are not split, so the
@@ -121,12 +121,12 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
 
 def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
     """Bytes of sparse attention's workspace for rows that SGLang's kernels cannot read."""
-    from sglang.srt.configs.model_config import get_dsa_index_topk
+    from sglang.srt.configs.model_config import get_dsa_mtp_topk_width
 
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
     from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
-    top_k = get_dsa_index_topk(kvc.model_config.hf_config)
+    top_k = get_dsa_mtp_topk_width(kvc.model_config.hf_config)
     decode = sparse_workspace_bytes(fmt, _heads(kvc), top_k, device)
     # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does. The
     # reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that SGLang leaves

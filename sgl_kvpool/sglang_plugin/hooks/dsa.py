@@ -25,6 +25,7 @@ from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 _READER = "_kvpool_sparse_reader"
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+_KPOOL = "sglang.srt.layers.attention.dsa.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
 _DEQUANT = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
 
 uses(
@@ -85,7 +86,8 @@ def attach(backend: Any) -> None:
     from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
 
     fmt, device = backend.token_to_kv_pool.row_format, backend.device
-    needed = sparse_workspace_bytes(fmt, backend.num_q_heads, backend.dsa_index_topk, device)
+    longest = backend.dsa_index_topk + backend.dsa_index_kpool - 1  # recent tokens have no pooled key
+    needed = sparse_workspace_bytes(fmt, backend.num_q_heads, longest, device)
     # Backends of target, draft and draft steps run one after the other and share the workspace.
     workspace = get_buffer(f"kvpool_dsa_decode_{needed}", lambda: DecodeWorkspace(needed, device))
     setattr(backend, _READER, SparseReader(fmt, workspace))
@@ -171,6 +173,19 @@ def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
     return reader.attend(
         q_all, kv_cache, kwargs["page_table_1"], kwargs.get("topk_length"), kwargs["sm_scale"]
     )
+
+
+@around(f"{_KPOOL}._resolve_kpool_tail_backend", "sparse attention")
+def _resolve_kpool_tail_backend(original, self, topk_indices, dsa_impl):
+    """With pooled index keys SGLang replaces flashmla_sparse, under whose name our reader attends."""
+    return original(self, topk_indices, dsa_impl) if reader_of(self) is None else dsa_impl
+
+
+@around(f"{_KPOOL}._check_kpool_tail_backend", "sparse attention")
+def _check_kpool_tail_backend(original, self, topk_indices, dsa_impl, phase):
+    """Our reader attends the recent tokens behind the last pooled key, which end each list."""
+    if reader_of(self) is None:
+        original(self, topk_indices, dsa_impl, phase)
 
 
 @around(f"{_DEQUANT}.dequantize_k_cache_paged_dsa", "sparse attention")

@@ -3,6 +3,7 @@
 import inspect
 
 import codec_oracle as oracle
+import dsa_case
 import numpy as np
 import pytest
 import torch
@@ -170,6 +171,43 @@ def test_a_batch_without_keys_reads_nothing(kernel):
     )
     assert (out == 0).all()
     assert out.shape == (2, 4, RANK)
+
+
+# -------------------------------------------------------------------- pooled index keys
+
+KPOOL = 4
+
+
+class Pooled(Case):
+    """Each token attends the tokens of random index keys, then those behind the last key."""
+
+    def chosen(self):
+        generator = torch.Generator().manual_seed(9)
+        lists = []
+        for length, prefix in zip(self.lengths, self.prefixes, strict=True):
+            for seen in range(prefix + 1, length + 1):
+                keys = torch.randperm(seen // KPOOL, generator=generator)[: TOP_K // KPOOL]
+                selected = (keys[:, None] * KPOOL + torch.arange(KPOOL)).flatten()
+                places = torch.cat([selected, torch.arange(seen // KPOOL * KPOOL, seen)])
+                lists.append(torch.nn.functional.pad(places, (0, TOP_K + KPOOL - 1 - len(places)), value=-1))
+        return torch.stack(lists).int()
+
+
+@pytest.mark.parametrize("layout", oracle.OURS_ALONE)
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("mode", ["EXTEND", "MIXED", "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+def test_pooled_index_keys(layout, rope, mode, kernel, monkeypatch):
+    """Our reader attends in every mode. GLM5-Next has no rotary values."""
+    from sglang.srt.layers.attention.dsa import dsa_backend_kpool
+
+    # The indexer's plan of an extend, which SGLang makes in pinned memory.
+    monkeypatch.setattr(dsa_backend_kpool, "init_kpool_extend_metadata", lambda metadata, *_, **__: metadata)
+    monkeypatch.setattr(dsa_case, "ROPE", rope)
+    new = {"DECODE": 1, "TARGET_VERIFY": DRAFTS, "DRAFT_EXTEND_V2": DRAFTS}.get(mode, 7)
+    lengths = [n + new for n in (1, 37, 20)]
+    case = Pooled(layout, lengths, [1, 37, 20], *PAIRS[layout], dsa_index_kpool=KPOOL)
+    close(run(case, mode), case.wanted())
+    assert kernel.dtypes == []
 
 
 # -------------------------------------------------------------------- choices per batch

@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 import torch
-from codec_oracle import OURS_ALONE, PACKED
+from codec_oracle import PACKED
 from pools import LAYOUTS, POOLED, hybrid_pool, layer, values
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -110,9 +110,7 @@ CONSTANTS = {
 #: Getters that our pool refuses for packed rows, which have no view of values.
 NO_VALUES = {"get_kv_buffer", "get_value_buffer"}
 KINDS = {"dense": {}, "sparse": {"sparse": True}, "pooled": POOLED}
-CASES = [
-    (layout, kind) for layout in LAYOUTS for kind in KINDS if kind != "pooled" or layout not in OURS_ALONE
-]
+CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
 
 
 def raised(call, pool):
