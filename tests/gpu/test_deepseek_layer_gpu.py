@@ -189,7 +189,7 @@ def test_forms_of_attention(layer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "8")  # three chunks, the last with one request alone
         check(SECOND, "EXTEND", "MHA_CHUNKED_KV", "prefix")
-    layer.backend.prefill_reads_rows = True
+    layer.backend.absorbed_prefill.reads_rows = True
     layer.attention.chunked_prefix_cache_threshold = sum(prefixes) + 1
     check(SECOND, "EXTEND", "MLA", "all")
     check(DECODE, "DECODE", "MLA", "all")
