@@ -42,6 +42,9 @@ test: $(STAMP)
 	@# On the emulated CUDA device, at most six minutes; g++ compiles its emulator of kernels.
 	if command -v g++ > /dev/null; then \
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/emulated_cuda tests/gpu --emulated -m quick; fi
+	@# Compiled kernels in the emulator; with CI=true all of them.
+	if command -v g++ > /dev/null; then \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -q tests/ptxrun $(if $(filter true,$(CI)),,-m quick); fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # All GPU tests that the emulated CUDA device can run; make test runs those marked quick.

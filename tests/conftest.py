@@ -27,6 +27,10 @@ def _has_gpu() -> bool:
 HAS_GPU = _has_gpu()
 #: GPU tests run on the emulated device of tests/emulated_cuda.
 EMULATED = "--emulated" in sys.argv or os.environ.get("TEST_EMULATED") == "1"
+#: Only tests of tests/ptxrun, which run compiled kernels on CPU tensors.
+NAMED = [arg for arg in sys.argv[1:] if arg.startswith("tests")]
+COMPILED = bool(NAMED) and all(arg.startswith("tests/ptxrun") for arg in NAMED)
+COMPILED |= os.environ.get("TEST_COMPILED") == "1"  # a worker of `-n`
 if EMULATED:
     os.environ["TEST_EMULATED"] = "1"  # for the workers of `-n`
     import emulated_cuda.plugin
@@ -39,6 +43,9 @@ if EMULATED:
         # Processes that tests start are on the device too.
         sys.path.append(site)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+elif COMPILED:
+    os.environ["TEST_COMPILED"] = "1"
+    os.environ["TRITON_INTERPRET"] = "0"
 elif not HAS_GPU:
     # Before anything imports triton: kernels then run on CPU tensors, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -58,7 +65,7 @@ NOT_EMULATED = {
 }
 #: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
 #: and start first.
-TOGETHER = ("tests/engine", "tests/gpu", "tests/ptxrun")
+TOGETHER = ("tests/engine", "tests/gpu")
 
 
 def pytest_addoption(parser):
@@ -79,7 +86,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n`: a worker runs whole files, or folders of `TOGETHER`."""
+    """With `-n`: a worker runs whole files, or folders of `TOGETHER`; of tests/ptxrun, any test."""
+    if COMPILED:
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

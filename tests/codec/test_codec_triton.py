@@ -1,8 +1,8 @@
 """The Triton kernels in Triton's interpreter, byte for byte against the torch reference.
 
 On a machine with a GPU the interpreter is off; ``tests/gpu/test_codec_gpu.py`` then makes this comparison
-with the machine's own conversions (`NATIVE`), which the interpreter does not have. Slots, strides and
-k_scales are in tests/ptxrun/test_ptx_codec.py, with compiled kernels.
+with the machine's own conversions (`NATIVE`), which the interpreter does not have. Slots and strides are in
+tests/ptxrun/test_ptx_codec.py, with compiled kernels.
 """
 
 import os

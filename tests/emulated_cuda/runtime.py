@@ -11,19 +11,22 @@ import itertools
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ptxrun
+import ptxrun_builds
 import torch
 
 from emulated_cuda import errors, graphs, launches, order
 from emulated_cuda.errors import CudaError, Refused
 from emulated_cuda.memory import ALLOCATOR, Block, MemoryFault
 
-__all__ = ["RUNTIME", "VERSION", "Runtime", "TorchCudart"]
+__all__ = ["RUNTIME", "VERSION", "Runtime", "TorchCudart", "transfer_ptx"]
 
 VERSION = 13000
+_CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 _PAGE = mmap.PAGESIZE
 _CAN_USE_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
@@ -121,16 +124,18 @@ class Runtime:
             raise Refused(CudaError.INVALID_DEVICE_FUNCTION)
         if config.attribute_count:
             raise NotImplementedError("attributes of launches")
-        grid, block, shared_bytes = tuple(config.grid), tuple(config.block), config.shared_bytes
-        if not all(grid) or not all(block):
-            raise Refused(CudaError.INVALID_VALUE, "an empty grid")
+        grid, (threads, *more) = tuple(config.grid), config.block
+        if not all(grid) or not threads or more != [1, 1]:
+            raise Refused(CudaError.INVALID_VALUE, f"grid {grid}, block {[threads, *more]}")
         module = _module()
         parameters = module.kernels[name]["params"]
         pointers = (ctypes.c_void_p * len(parameters)).from_address(arguments)
         values = [ctypes.string_at(at, p["size"]) for at, p in zip(pointers, parameters, strict=True)]
 
         def run() -> ptxrun.Result:
-            return module.launch(name, grid, block, values, shared_bytes, regions=ALLOCATOR.live(), touched=1)
+            return module.launch(
+                name, grid, threads, values, config.shared_bytes, regions=ALLOCATOR.live(), touched=1
+            )
 
         before = order.current_stream()
         order.set_stream(stream)
@@ -316,11 +321,17 @@ def _text(text: str) -> int:
     return ctypes.addressof(_kept_text(text))
 
 
+def transfer_ptx() -> str:
+    """PTX of the file that SGLang's loader is given."""
+    import tvm_ffi
+
+    flags = ("-O3", "-I", str(Path(tvm_ffi.__file__).parent / "include"))
+    return ptxrun_builds.nvcc_ptx('#include "bind_tvm_ffi.cu"\n', flags, _CSRC)
+
+
 @functools.cache
 def _module() -> ptxrun.Module:
-    import ptxrun_engines
-
-    return ptxrun.Module(ptxrun_engines.ptx())
+    return ptxrun.Module(transfer_ptx())
 
 
 class TorchCudart:

@@ -45,6 +45,7 @@ def test_ten_million_blocks(name):
             same_values(decode_rows(rows, fmt, dtype), decode_rows(expected, fmt, dtype))
 
 
+@pytest.mark.quick
 def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     rows = encode_rows(cuda(order_decides()), None, fmt)
@@ -77,7 +78,7 @@ def test_rows_that_no_encoder_wrote(name, rank, rope, align):
         same_values(decode_rows(cuda(rows), fmt, dtype), decode_rows(rows, fmt, dtype))
 
 
-@pytest.mark.parametrize("k_scale", [0.37, 3e-38, 1e-42, 2.5e5])
+@pytest.mark.parametrize("k_scale", [pytest.param(0.37, marks=pytest.mark.quick), 3e-38, 1e-42, 2.5e5])
 def test_k_scale(k_scale):
     fmt = row_format("fp8", 256, 64)
     nope, keys = hard_rows(4097, 256), hard_rows(4097, 64, 1)

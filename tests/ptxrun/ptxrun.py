@@ -12,7 +12,7 @@ import ctypes
 import functools
 import json
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import ptxrun_builds
@@ -43,10 +43,10 @@ class _Region(ctypes.Structure):
     )
 
 
-#: Options of `Module.launch` and their defaults, in the order of CConfig in emulator/ptxrun.cpp.
+#: Options of `Module.launch` and their defaults, in the order of Config in emulator/state.h.
 OPTIONS = {
-    "threads": 1, "uninit_regs": 1, "uninit_shared": 1, "races": 1, "global_races": 1, "approx": 0, "mma": 0,
-    "quantum": 24, "timing": 1, "wgmma_registers": 0, "touched": 0,
+    "uninit_regs": 1, "uninit_shared": 1, "races": 1, "global_races": 1, "approx": 0, "mma": 0, "quantum": 24,
+    "timing": 1, "touched": 0,
 }  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def _library() -> ctypes.CDLL:
     lib.ptx_parse.restype = ctypes.c_void_p
     lib.ptx_parse.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)]
     lib.ptx_free.argtypes = lib.ptx_delete.argtypes = [ctypes.c_void_p]
-    lib.ptx_launch.restype = ctypes.c_int
+    lib.ptx_launch.restype = None
     lib.ptx_launch.argtypes = [
-        ctypes.c_void_p, ctypes.c_char_p, *[ctypes.POINTER(ctypes.c_uint32)] * 3, ctypes.c_uint32,
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint32, ctypes.c_uint32,
         ctypes.c_char_p, ctypes.c_uint32, ctypes.POINTER(_Region), ctypes.c_uint32, ctypes.POINTER(_Config),
         ctypes.POINTER(ctypes.c_void_p),
     ]  # fmt: skip
@@ -107,11 +107,9 @@ class Result:
         One for each executed instruction: `line` of the PTX, `class`, `name`, `count`, `lanes`, `bytes`;
         `units`: sectors of 32 bytes of a global access, passes over the banks of a shared access,
         operations of a product; `ideal`: the fewest units that the bytes need.
-    by_warp : list of dict
-        Instructions of each warp number, by class.
     touched : list of (int, int, int, bool)
-        With option `touched`, runs of bytes that were read (False) or written (True) other than by atomics:
-        base of the region, first byte, bytes.
+        With option `touched`, runs of bytes that were read (False) or written (True): base of the region,
+        first byte, bytes.
     """
 
     def __init__(self, found: dict[str, Any]) -> None:
@@ -121,32 +119,10 @@ class Result:
         self.touched = [(base, start, size, bool(write)) for base, start, size, write in found["touched"]]
         names = ("line", "class", "name", "count", "lanes", "units", "ideal", "bytes")
         self.lines = [dict(zip(names, row, strict=True)) for row in found["lines"]]
-        for row in self.lines:
-            row["class"] = found["classes"][row["class"]]
-        self.by_warp = [
-            {name: n for name, n in zip(found["classes"], row, strict=True) if n} for row in found["by_warp"]
-        ]
 
     def total(self, what: str, *classes: str) -> int:
         """Sum of a column of `lines` over classes of instructions."""
         return sum(row[what] for row in self.lines if row["class"] in classes)
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Totals of sectors, passes over the banks and operations of products."""
-        loads, stores = ("ld_global", "cp_async"), ("st_global",)
-        shared = ("ld_shared", "st_shared", "ldmatrix")
-        columns = {"bytes": "bytes", "sectors": "units", "sectors_least": "ideal"}
-        return {
-            "instructions": self.instructions,
-            **{f"load_{name}": self.total(column, *loads) for name, column in columns.items()},
-            **{f"store_{name}": self.total(column, *stores) for name, column in columns.items()},
-            "shared_bytes": self.total("bytes", *shared),
-            "shared_passes": self.total("units", *shared),
-            "shared_passes_least": self.total("ideal", *shared),
-            "wgmma_operations": self.total("units", "wgmma"),
-            "mma_operations": self.total("units", "mma"),
-        }
 
     def _above_least(self, *classes: str) -> list[dict[str, Any]]:
         return [row for row in self.lines if row["class"] in classes and row["units"] > row["ideal"]]
@@ -166,7 +142,7 @@ class Module:
     Attributes
     ----------
     kernels : dict
-        By name: `params`, `static_shared`, `registers`, `instructions`, `reqntid`, ...
+        By name: `params` and `param_bytes`.
     unsupported : list of str
         Instructions that the emulator does not know; an error only when they are executed.
     """
@@ -191,16 +167,14 @@ class Module:
         self,
         entry: str | None = None,
         grid: Any = 1,
-        block: Any = 1,
+        block: int = 1,
         args: Iterable[Any] = (),
         dynamic_shared_bytes: int = 0,
         *,
         regions: Iterable[Any] = (),
         readonly: Iterable[Any] = (),
-        cluster: Any = None,
         seed: int = 0,
         limit: int = 0,
-        reports: str | Collection[str] = "error",
         **options: int,
     ) -> Result:
         """Run a kernel.
@@ -209,7 +183,9 @@ class Module:
         ----------
         entry : str, optional
             Name of the kernel, needed if there are several.
-        grid, block, cluster : int or tuple of int
+        grid : int or tuple of int
+        block : int
+            Threads.
         args
             Numbers, tensors (their data pointer), None (0), bytes (structs).
         regions
@@ -219,9 +195,7 @@ class Module:
         seed : int
             Decides the order in which warps go and asynchronous work lands.
         limit : int
-            Most instructions of the warps of a cluster; 0: 200 million.
-        reports : "error", "return", or kinds of reports that are errors
-            The kinds are "race", "proxy", "global race", "wgmma", "wgmma registers", "mbarrier".
+            Most instructions of the warps of a CTA; 0: 200 million.
         options
             Of `OPTIONS`. `approx`: results of approximate functions deviate by up to one unit in the last
             place; `mma`: 1 truncates sums of products, as publications say Hopper does;
@@ -246,20 +220,18 @@ class Module:
         )
         data = _parameters(kernel, args)
         config = _Config(seed=seed, limit=limit, **OPTIONS | {name: int(x) for name, x in options.items()})
-        if cluster is None:
-            cluster = kernel["cluster"] if kernel["cluster"][0] else 1
         out = ctypes.c_void_p()
         _library().ptx_launch(
-            self._handle, entry.encode(), _three(grid), _three(block), _three(cluster), dynamic_shared_bytes,
-            bytes(data), len(data), table, len(table), ctypes.byref(config), ctypes.byref(out),
+            self._handle, entry.encode(), _three(grid), block, dynamic_shared_bytes, bytes(data), len(data),
+            table, len(table), ctypes.byref(config), ctypes.byref(out),
         )  # fmt: skip
         result = Result(json.loads(_text(out)))
         error: PtxError | None = None
         if result.error:
             error = PtxError(result.error)
-        elif bad := [r for r in result.reports if reports == "error" or r["kind"] in reports]:
-            texts = [f"{r['kind']} ({r['count']} times): {r['text']}" for r in bad[:8]]
-            more = [f"... {len(bad)} in all"] if len(bad) > 8 else []
+        elif result.reports:
+            texts = [f"{r['kind']} ({r['count']} times): {r['text']}" for r in result.reports[:8]]
+            more = [f"... {len(result.reports)} in all"] if len(result.reports) > 8 else []
             error = Races("\n".join(texts + more))
         if error:
             error.result = result

@@ -24,7 +24,7 @@ __all__ = ["cache_folder", "library", "made_once", "nvcc", "nvcc_ptx"]
 
 HERE = Path(__file__).resolve().parent
 _PACKAGE = HERE.parents[1] / "sgl_kvpool"
-_GXX = ["g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+_GXX = ["g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"]
 _NVCC = ["-std=c++20", "-arch=compute_90a", "-ptx"]
 
 

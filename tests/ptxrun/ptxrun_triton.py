@@ -2,7 +2,7 @@
 
     runs = install()                              # before a kernel is launched; TRITON_INTERPRET must be 0
     kernel[(grid,)](tensors and numbers, num_warps=8)
-    runs.last.stats
+    runs.last.lines
 
 ptxrun executes PTX: Triton does not assemble it to machine code here.
 """
@@ -85,13 +85,11 @@ class _Launcher:
             self.runs.carry_out(self.metadata.name, run, _flat(self.kinds, args))
 
     def _run(self, grid, *values) -> ptxrun.Result:
-        name, ctas = self.metadata.name, getattr(self.metadata, "num_ctas", 1)
-        result = None
+        name, result = self.metadata.name, None
         try:
             result = self.runs.module(self.ptx).launch(
-                name, (grid[0] * ctas, *grid[1:]), 32 * self.metadata.num_warps, values, self.metadata.shared,
-                cluster=ctas, **self.runs.options,
-            )  # fmt: skip
+                name, grid, 32 * self.metadata.num_warps, values, self.metadata.shared, **self.runs.options
+            )
         except ptxrun.PtxError as error:
             result = error.result
             raise

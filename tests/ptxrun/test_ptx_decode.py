@@ -3,11 +3,15 @@
 `test_ptx_tiles` has lists of several blocks of each tile, `test_ptx_gluon` the cases of that kernel alone.
 """
 
+import functools
+
 import codec_oracle as oracle
 import pytest
 import torch
-from decode_cases import Case, as_read, check, every_code, make_case
-from decode_interpreted import run
+from decode_cases import Case, as_read, check, check_parts, every_code, make_case
+from decode_kernels import run
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config, tiles_of_both_kernels
 from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
@@ -34,7 +38,10 @@ OF_GLUON = [of for of in LAYOUTS if of[1] != "triton"]
 #: For what does not depend on the layout: `gluon_wide` with one alone.
 ROWS_ALONE = [of for of in LAYOUTS if of[1] != "gluon_wide" or of[0] == "fp8_block_scale"]
 of_layouts = pytest.mark.parametrize(("layout", "kernel", "rank"), LAYOUTS)
-of_kernels = pytest.mark.parametrize(("kernel", "rank"), RANKS.items())
+of_kernels = pytest.mark.parametrize(
+    ("kernel", "rank"),
+    [pytest.param(*of, marks=[pytest.mark.quick] * (of[0] == "triton")) for of in RANKS.items()],
+)
 #: Closer to the machine's arithmetic: truncated sums of products, approximate functions off by up to one ulp.
 HOPPER = {"mma": 1, "approx": 1}
 #: Lists of full blocks of 64 and a rest, of one row, of none.
@@ -90,7 +97,7 @@ def test_every_tile(runs, layout, tile):
     case = make_case(layout.value, heads=tile.query_heads, counts=COUNTS)
     decode(with_strangers(case), 2, tile=tile)
     assert [name for name, _ in runs.launched] == [KERNELS[tile.kernel], "merge_kernel"]
-    assert runs.launched[0][1].stats["wgmma_operations"] > 0
+    assert runs.launched[0][1].total("units", "wgmma") > 0
 
 
 @_tiles(quick=[])
@@ -221,6 +228,48 @@ def test_invalid_counts_and_lists(runs, kernel, rank, splits):
     out, lse = decode(strange, splits, tile=tile_of(kernel, case))
     assert bool((lse[[0, 2, 3, 4]] == float("-inf")).all())
     assert not out[[0, 2, 3, 4]].any()
+    out, lse = run(case.but(kv_indices=case.kv_indices[:, :0]), splits, tile=tile_of(kernel, case))
+    assert bool((lse == float("-inf")).all())
+    assert not out.any()
+
+
+@of_kernels
+def test_float32_queries(runs, kernel, rank):
+    """The kernels round them to bfloat16; this test rounds them beforehand."""
+    case = make_case("fp8_block_scale", rank=rank, heads=2, dtype=torch.float32)
+    decode(case.but(q=case.q.bfloat16().float()), 2, tile=tile_of(kernel, case))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_a_list_of_one_part_is_not_merged(runs, layout):
+    """Of the Triton kernel; `test_ptx_gluon` has the others."""
+    case = make_case(layout, rank=128, counts=((319,), (0,), (129,), (1,), (64,), (65,)), width=319, heads=3)
+    tile = tile_of("triton", case)
+    check_parts(as_read(case, tile), functools.partial(run, tile=tile), 3, tile.block_rows)
+
+
+# No shrinking, and one fixture for all examples.
+@settings(
+    max_examples=20,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_lists(runs, data):
+    """Any counts, holes anywhere, any number of queries per list and of splits."""
+    queries = data.draw(st.integers(1, 4), label="queries")
+    group = st.tuples(*[st.integers(-1, 150)] * queries)
+    counts = data.draw(st.lists(group, min_size=1, max_size=3), label="counts")
+    layout = data.draw(st.sampled_from(oracle.LAYOUTS), label="layout")
+    heads = data.draw(st.sampled_from([1, 3, 7]), label="heads")
+    seed = data.draw(st.integers(0, 99), label="seed")
+    case = make_case(layout, rank=128, rope=0, heads=heads, counts=tuple(counts), width=140, seed=seed)
+    holes = data.draw(st.floats(0, 1), label="holes")
+    random = torch.Generator().manual_seed(seed)
+    case.kv_indices[torch.rand(case.kv_indices.shape, generator=random) < holes] = -1
+    splits, min_blocks = data.draw(st.integers(1, 5), label="splits"), data.draw(st.integers(1, 2))
+    decode(case, splits, min_blocks=min_blocks, tile=tile_of("triton", case))
 
 
 @of_kernels

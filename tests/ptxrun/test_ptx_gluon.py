@@ -11,7 +11,7 @@ import pytest
 import test_ptx_decode
 import torch
 from decode_cases import WEIGHT_ROUNDING, as_read, check_parts, expected, make_case
-from decode_interpreted import run
+from decode_kernels import run
 from test_ptx_decode import COUNTS, KERNELS, OF_GLUON, ROWS_ALONE, tile_of, with_strangers
 from test_ptx_mutants import Change, Number, instruction
 

@@ -8,11 +8,9 @@ import re
 from dataclasses import dataclass
 
 import ptxrun
-import ptxrun_builds
 import pytest
 import test_ptx_codec
 import test_ptx_decode
-import test_ptx_transfer
 
 from sgl_kvpool.attention.decode_config import tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -200,36 +198,3 @@ def test_a_quotient_halfway_is_rounded_by_chance(runs):
 def test_a_decoder_does_not_wait_for_its_warps(runs):
     with pytest.raises(ptxrun.Races, match="race"):
         rows(runs, "fp4", Change("gather_kernel", instruction(r"bar\.sync")), uninit_shared=0)
-
-
-CUDA = {
-    "a word is left out": (
-        ("fp4", "fp4"), Change("copy_pages", r"st\.global\.v4\.u32[^;]*;", "", (0,)), AssertionError, ""
-    ),
-    # 1 GiB away, where no other tensor of this process is.
-    "a word from outside of the pages": (
-        ("fp4", "fp4"),
-        Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+1073741824", (0,)),
-        ptxrun.PtxError, "out of all regions",
-    ),
-    "a store 4 bytes beyond its place": (
-        ("bf16", "fp4"), Change("convert_pages", r"(st\.global\.v2\.u32\s+\[%rd\d+)", r"\1+4"),
-        ptxrun.PtxError, "misaligned",
-    ),
-    "a maximum of one lane instead of a tile": (
-        ("bf16", "fp8_block_scale"),
-        Change("convert_pages", r"shfl\.sync\.bfly\.b32\s+(%r\d+)\|%p\d+, (%r\d+)[^;]*;", r"mov.b32 \1, \2;"),
-        AssertionError, "",
-    ),
-    "subnormal codes that are too large": (
-        ("bf16", "fp8_block_scale"), Change("convert_pages", "0f46800000", "0f46800001"), AssertionError, ""
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.skipif(ptxrun_builds.nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("defect", CUDA)
-def test_transfer_kernels(defect):
-    (own, other), change, error, text = CUDA[defect]
-    with pytest.raises(error, match=text):
-        test_ptx_transfer.round_trip("staged", own, other, "layer_major", 2, change=change)

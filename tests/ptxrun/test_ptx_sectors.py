@@ -1,12 +1,9 @@
 """Sectors of 32 bytes that the compiled kernels touch, counted by ptxrun, against the fewest possible."""
 
 import codec_oracle as oracle
-import ptxrun_builds
 import pytest
-import test_ptx_transfer
 import torch
 from codec_oracle import LAYOUTS
-from engine_cases import CONVERSIONS
 
 from sgl_kvpool.codec import triton as kernels
 
@@ -37,14 +34,3 @@ def test_values_are_read_and_written_once(runs, name):
 @pytest.mark.parametrize("name", ALIGNED)
 def test_rows_are_read_and_written_once(runs, name):
     assert not [line for result in counted(runs, name) for line in result.uncoalesced()]
-
-
-@pytest.mark.skipif(ptxrun_builds.nvcc() is None, reason="needs nvcc")
-@pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize(("own", "other"), [pair for pair in CONVERSIONS if {*pair} <= {*ALIGNED}])
-def test_conversions(own, other):
-    """Only a latent in bf16 is read and written by halves of sectors: a lane has 32 bytes of it."""
-    for _, result in test_ptx_transfer.round_trip("staged", own, other, "layer_major", 2):
-        lines = result.uncoalesced()
-        assert len(lines) == (2 if "bf16" in (own, other) else 0)
-        assert all(line["bytes"] == 16 * line["lanes"] for line in lines)

@@ -20,7 +20,7 @@ def random():
 def execute(code, out_type, *inputs):
     """One warp: registers a, b, c hold `inputs`, arrays of 32; `code` writes register o."""
     text = HEAD + ".visible .entry k(" + ", ".join(f".param .u64 p_{n}" for n in "abco") + ") {\n"
-    text += ".reg .u64 p; .reg .u32 t; .reg .pred q, q2; .reg .b32 r0, r1, r2; .reg .b16 h0, h1;\n"
+    text += ".reg .u64 p; .reg .u32 t; .reg .pred q; .reg .b16 h0, h1;\n"
     text += "mov.u32 t, %tid.x;\n"
     for name, x in zip("abc", inputs, strict=False):
         size = x.dtype.itemsize
@@ -50,72 +50,32 @@ def floats(random):
     return x
 
 
-def _bits(count):
-    return [bin(x).count("1") for x in count]
-
-
-def _lop3(a, b, table):
-    """Bit i of the result is bit 4 a_i + 2 b_i of the table."""
-    found = []
-    for x, y in zip(a.tolist(), b.tolist(), strict=True):
-        chosen = (table >> (4 * (x >> i & 1) + 2 * (y >> i & 1)) & 1 for i in range(32))
-        found.append(sum(bit << i for i, bit in enumerate(chosen)))
-    return found
-
-
 def _prmt(a, b):
     return a & 255 | (b & 255) << 8 | (a >> 8 & 255) << 16 | (b >> 8 & 255) << 24
-
-
-def _dp4a(a, b):
-    bytes_of_a, bytes_of_b = (x.view(np.int8).reshape(32, 4).astype(S) for x in (a, b))
-    return (bytes_of_a * bytes_of_b).sum(1) + 5
-
-
-def _up(a):
-    return a[np.where(LANE < 3, LANE, LANE - 3)]
 
 
 INTEGER = [
     ("add.s32 o, a, b;", S, lambda a, b: a + b),
     ("sub.u32 o, a, b;", U, lambda a, b: a - b),
-    ("add.sat.s32 o, a, b;", S, lambda a, b: np.clip(a.astype(L) + b, -(2**31), 2**31 - 1)),
     ("mul.lo.s32 o, a, b;", S, lambda a, b: a * b),
     ("mul.hi.s32 o, a, b;", S, lambda a, b: a.astype(L) * b >> 32),
     ("mul.hi.u32 o, a, b;", U, lambda a, b: a.astype(np.uint64) * b >> np.uint64(32)),
     ("div.s32 o, a, b;", S, lambda a, b: np.trunc(a / b.astype(np.float64)).astype(L)),
     ("rem.u32 o, a, b;", U, lambda a, b: a % b),
-    ("sad.s32 o, a, b, 7;", S, lambda a, b: np.abs(a.astype(L) - b) + 7),
-    ("dp4a.s32.s32 o, a, b, 5;", S, _dp4a),
     ("min.s32 o, a, b;", S, np.minimum),
     ("max.u32 o, a, b;", U, np.maximum),
     ("and.b32 o, a, b;", U, np.bitwise_and),
     ("xor.b32 o, a, b;", U, np.bitwise_xor),
-    ("popc.b32 o, a;", U, lambda a, b: _bits(a.tolist())),
-    ("clz.b32 o, a;", U, lambda a, b: [32 - int(x).bit_length() for x in a]),
-    ("brev.b32 o, a;", U, lambda a, b: [int(f"{x:032b}"[::-1], 2) for x in a.tolist()]),
     ("bfe.u32 o, a, 5, 9;", U, lambda a, b: a >> 5 & 511),
     ("bfe.s32 o, a, 28, 9;", S, lambda a, b: a >> 28),
-    ("bfi.b32 o, a, b, 8, 4;", U, lambda a, b: b & ~U(0xF00) | (a & 15) << 8),
     ("prmt.b32 o, a, b, 0x5140;", U, _prmt),
-    ("lop3.b32 o, a, b, 0, 0xb8;", U, lambda a, b: _lop3(a, b, 0xB8)),
-    ("shf.l.wrap.b32 o, a, b, 9;", U, lambda a, b: b << 9 | a >> 23),
     ("shl.b32 o, a, 33;", U, lambda a, b: a * 0),
     ("shr.s32 o, a, 40;", S, lambda a, b: a >> 31),
     ("mov.b32 {h0, h1}, a; mov.b32 o, {h1, h0};", U, lambda a, b: a << 16 | a >> 16),
     ("setp.lt.s32 q, a, b; selp.b32 o, a, b, q;", S, np.minimum),
-    ("setp.hi.u32 q|q2, a, b; selp.b32 o, 1, 2, q2;", U, lambda a, b: np.where(a > b, 2, 1)),
-    ("cvt.sat.s8.s32 r0, a; mov.b32 o, r0;", S, lambda a, b: np.clip(a, -128, 127)),
     ("cvt.rn.f32.s32 o, a;", S, lambda a, b: a.astype(np.float32).view(S)),
     ("mov.u32 o, %laneid;", U, lambda a, b: LANE),
     ("shfl.sync.bfly.b32 o, a, 5, 31, -1;", U, lambda a, b: a[LANE ^ 5]),
-    ("shfl.sync.up.b32 o, a, 3, 0, -1;", U, lambda a, b: _up(a)),
-    (
-        "setp.lt.u32 q, a, b; vote.sync.ballot.b32 o, q, -1;",
-        U,
-        lambda a, b: [sum(int(lower) << i for i, lower in enumerate(a < b))] * 32,
-    ),
-    ("redux.sync.max.u32 o, a, -1;", U, lambda a, b: [a.max()] * 32),
     ("elect.sync o|q, -1;", U, lambda a, b: LANE * 0),
 ]
 
@@ -129,14 +89,14 @@ def test_integers(code, kind, expected, random):
     np.testing.assert_array_equal(execute(code, kind, a, b), wanted)
 
 
-def test_results_of_64_bits_and_carries(random):
+def test_results_of_64_bits(random):
     a, b, c = integers(random, S), integers(random, S), integers(random, L)
     with np.errstate(all="ignore"):
         wanted = a.astype(L) * b + c
     np.testing.assert_array_equal(execute("mad.wide.s32 o, a, b, c;", L, a, b, c), wanted)
-    a, b = a.view(U), b.view(U)
-    found = execute("add.cc.u32 r0, a, b; addc.u32 o, 0, 0;", U, a, b)
-    np.testing.assert_array_equal(found, a.astype(L) + b.astype(L) >> 32)
+    a, b = integers(random, L), integers(random, L)
+    wanted = [x * y >> 64 for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    np.testing.assert_array_equal(execute("mul.hi.s64 o, a, b;", L, a, b), wanted)
 
 
 EXACT = {
@@ -150,8 +110,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("code", [*(f"{op}.f32" for op in ("add", "sub", "mul", "min", "max")), "div.rn.f32",
-                                  "fma.rn.f32", "add.rz.f32", "mul.rp.f32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "code", ["add.f32", "sub.f32", "mul.f32", "min.f32", "max.f32", "div.rn.f32", "fma.rn.f32"]
+)
 def test_fp32_is_rounded_once(code, random):
     a, b, c = (np.where(np.isinf(x), 3, x).astype(np.float32) for x in (floats(random) for _ in range(3)))
     b[b == 0] = 2
@@ -159,19 +120,7 @@ def test_fp32_is_rounded_once(code, random):
     for x, y, z, f in zip(a, b, c, found, strict=True):
         exact = EXACT[code[:3]](*(Fraction(float(v)) for v in (x, y, z)))
         error, step = Fraction(float(f)) - exact, Fraction(float(np.spacing(np.abs(f))))
-        if ".rz" in code:
-            assert abs(Fraction(float(f))) <= abs(exact)
-            assert abs(error) < step
-        elif ".rp" in code:
-            assert 0 <= error < step
-        else:
-            assert abs(error) <= step / 2
-
-
-def test_square_roots(random):
-    a = np.abs(floats(random))
-    wanted = np.sqrt(a.astype(np.float64)).astype(np.float32)
-    np.testing.assert_array_equal(execute("sqrt.rn.f32 o, a;", np.float32, a), wanted)
+        assert abs(error) <= step / 2
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -201,8 +150,6 @@ def test_conversions(random):
     e4m3 = t.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(U)
     found = execute("cvt.rn.satfinite.e4m3x2.f32 h0, a, 0f00000000; cvt.u32.u16 o, h0;", U, x)
     np.testing.assert_array_equal(found, e4m3 << 8)
-    wanted = np.clip(np.trunc(x.astype(np.float64)), -(2**31), 2**31 - 1)
-    np.testing.assert_array_equal(execute("cvt.rzi.s32.f32 o, a;", S, x), wanted.astype(L).astype(S))
 
 
 def test_every_e4m3_as_a_half():

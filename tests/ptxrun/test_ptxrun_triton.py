@@ -17,7 +17,7 @@ def test_a_sum(runs):
     out = torch.zeros(1000)
     add_kernel[(4,)](x, y, out, 1000, BLOCK=256)
     assert torch.equal(out, x + y)
-    assert runs.last.stats["load_bytes"] == 2 * 4 * 1000
+    assert runs.last.total("bytes", "ld_global") == 2 * 4 * 1000
 
 
 @triton.jit
@@ -58,10 +58,7 @@ MATMULS = [
     (torch.float16, 64, 32, 32, 4, 3, 0, 1),
     (torch.bfloat16, 64, 64, 16, 4, 2, 0, 1),
     (torch.bfloat16, 64, 64, 64, 4, 3, 1, 0),
-    (torch.float8_e4m3fn, 64, 64, 64, 4, 3, 0, 1),
-    (torch.float32, 64, 64, 32, 4, 3, 0, 1),
     (torch.bfloat16, 32, 32, 32, 4, 3, 0, 0),
-    (torch.float8_e4m3fn, 32, 32, 64, 4, 2, 0, 0),
 ]
 
 
@@ -72,7 +69,6 @@ def test_products(runs, case):
     a, b = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
     x = a.t().contiguous().t() if transposed_a else a
     y = b.t().contiguous().t() if transposed_b else b
-    rtol, atol = (4e-3, 2e-2) if dtype == torch.float32 else (1e-5, 1e-4)  # float32 goes by tf32
     for seed in range(2):
         c = torch.zeros(M, N)
         with runs.using(seed=seed):
@@ -80,6 +76,5 @@ def test_products(runs, case):
                 x, y, c, *sizes, *x.stride(), *y.stride(), BM=rows, BN=columns, BK=depth,
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
-        kind = "wgmma_operations" if rows >= 64 else "mma_operations"
-        assert runs.last.stats[kind] == 2 * M * N * K
-        torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=rtol, atol=atol)
+        assert runs.last.total("units", "wgmma" if rows >= 64 else "mma") == 2 * M * N * K
+        torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)

@@ -108,7 +108,6 @@ def round_trip(
     pages=9,
     geometry=(512, 64),
     lists=SCATTERED,
-    memories=None,
 ):
     """Two stores in flight together, then two loads; every byte of both sides is compared.
 
@@ -133,8 +132,6 @@ def round_trip(
         Rank and rope.
     lists
         `SCATTERED` or `ADJACENT`.
-    memories : list, optional
-        Gets the tensors of both sides.
     """
     rank = geometry[0]
     formats = [MLAKVCacheLayout(name).row_format(*geometry) for name in (own, other)]
@@ -144,8 +141,6 @@ def round_trip(
     shape = (pages + 3, page_bytes)
     memory = make_host(*shape) if make_host else torch.empty(shape, dtype=torch.uint8)
     memory.fill_(0xEE)
-    if memories is not None:
-        memories += [*caches.tensors, memory]
     host = _host_view(memory, group, page_size * formats[1].row_bytes)
     conversion = None
     if own != other:

@@ -11,7 +11,7 @@ inline void set_reconvergence(vector<Inst>& code) {
   vector<u8> leader(n + 1, 0);
   leader[0] = 1;
   auto ends = [&](const Inst& in) {
-    return in.name == "bra" || in.name == "brx" || in.name == "ret" || in.name == "exit" || in.name == "trap";
+    return in.name == "bra" || in.name == "brx" || in.name == "ret" || in.name == "exit";
   };
   for (int i = 0; i < n; i++)
     if (ends(code[i])) {
@@ -35,7 +35,7 @@ inline void set_reconvergence(vector<Inst>& code) {
       if (in.pred >= 0 && last + 1 < n) succ[b].push_back(of[last + 1]);
     } else if (in.name == "brx")
       for (size_t k = 2; k < in.o.size(); k++) succ[b].push_back(of[in.o[k].r]);
-    else if (in.name == "ret" || in.name == "exit" || in.name == "trap") {
+    else if (in.name == "ret" || in.name == "exit") {
       succ[b].push_back(exit);
       if (in.pred >= 0 && last + 1 < n) succ[b].push_back(of[last + 1]);
     } else

@@ -1,251 +1,211 @@
-// Floating-point arithmetic.
+// Floating-point arithmetic, comparisons, selections, moves and conversions.
 #pragma once
 
-#include "logic.h"
+#include "integer.h"
 
 namespace ptxrun {
 
-// Operations of the handlers. 16-bit operands are doubles in between: sums and products are exact or rounded to odd,
-// so that encoding rounds them once.
-enum FOp : u8 {
-  FADD,
-  FSUB,
-  FMUL,
-  FFMA,
-  FMIN,
-  FMAX,
-  FNEG,
-  FABS,
-  FDIV,
-  FSQRT,
-  FRCP,
-  FRSQRT,
-  FEX2,
-  FLG2,
-  FSIN,
-  FCOS,
-  FTANH,
-  FCOPYSIGN
-};
+enum FOp : u8 { FADD, FSUB, FMUL, FFMA, FMIN, FMAX, FDIV, FRCP, FEX2 };
 
-static inline double extreme(const Inst& in, double a, double b, bool least) {
-  if (in.c & 1) {
-    if (a != a || b != b) return NAN;
-  }  // .NaN
+// The larger number, or the less; with .NaN (in.c), NaN if either is.
+static float extreme(const Inst& in, float a, float b, bool least) {
+  if (in.c && (a != a || b != b)) return NAN;
   if (a != a) return b;
   if (b != b) return a;
-  if (a == b) return least ? (std::signbit(a) ? a : b) : (std::signbit(a) ? b : a);
-  return least ? (a < b ? a : b) : (a > b ? a : b);
+  if (a == b) return std::signbit(a) == least ? a : b;
+  return (a < b) == least ? a : b;
 }
 
-static double half_op(const Inst& in, double a, double b, double c) {
-  switch (in.a) {
-    case FADD: return add_odd(a, b);
-    case FSUB: return add_odd(a, -b);
-    case FMUL: return a * b;
-    case FFMA: return add_odd(a * b, c);
-    case FMIN: return extreme(in, a, b, true);
-    case FMAX: return extreme(in, a, b, false);
-    case FNEG: return -a;
-    case FABS: return std::fabs(a);
-    case FEX2: return std::exp2(a);
-    case FTANH: return std::tanh(a);
-    case FDIV: return a / b;
-    default: throw Fault("half operation");
-  }
-}
-
+// 16-bit operands are doubles in between: sums and products are exact or rounded to odd, so that encoding rounds them
+// once.
 HANDLER(half_arith) {
-  int n = in.a == FFMA ? 3 : (in.a == FNEG || in.a == FABS || in.a == FEX2 || in.a == FTANH) ? 1 : 2;
+  int n = in.a == FFMA ? 3 : 2;
   bool two = in.t == F16X2 || in.t == BF16X2;
   const u64* s[3];
   for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
   u64* d = x.wr(w, in, 0, m);
-  u16 sign = 0x8000;
   lanes(m, [&](int l) {
     u32 out = 0;
-    for (int h = 0; h <= two; h++) {
+    for (int h = 0; h <= 16 * two; h += 16) {
       double v[3] = {0, 0, 0};
-      for (int i = 0; i < n; i++) v[i] = decode(s[i][l] >> (16 * h) & 0xffff, in.t);
-      if (in.ftz && in.t != BF16 && in.t != BF16X2)
-        for (auto& y : v)
-          if (std::fabs(y) < 0x1p-14) y = std::copysign(0.0, y);
-      u32 r;
-      if (in.a == FNEG)
-        r = (u32)(s[0][l] >> (16 * h) & 0xffff) ^ sign;
-      else if (in.a == FABS)
-        r = (u32)(s[0][l] >> (16 * h) & 0x7fff);
-      else {
-        double y = half_op(in, v[0], v[1], v[2]);
-        if (in.sat) y = y != y ? 0 : std::min(std::max(y, 0.0), 1.0);
-        if (in.relu) y = y != y ? NAN : std::max(y, 0.0);
-        r = encode(y, in.t, in.rm);
-        if (in.ftz && (r & 0x7c00) == 0 && (in.t == F16 || in.t == F16X2)) r &= 0x8000;
-      }
-      out |= (r & 0xffff) << (16 * h);
+      for (int i = 0; i < n; i++) v[i] = decode(s[i][l] >> h & 0xffff, in.t);
+      double y = in.a == FADD   ? add_odd(v[0], v[1])
+                 : in.a == FSUB ? add_odd(v[0], -v[1])
+                 : in.a == FMUL ? v[0] * v[1]
+                                : add_odd(v[0] * v[1], v[2]);
+      out |= encode(y, in.t) << h;
     }
     d[l] = out;
   });
 }
 
-static float round_f32(double y, Round rm) { return rm == RN ? (float)y : as_f32(encode_small(y, 8, 23, rm, false)); }
-
-static inline float ulps(Machine& x, float v) {  // approximate functions: moved by up to one unit in the last place
+static float ulps(Machine& x, float v) {  // approximate functions: moved by up to one unit in the last place
   if (!x.c.approx || !std::isfinite(v) || v == 0) return v;
   int k = (int)((std::bit_cast<u32>(v) * 0x9E3779B1u ^ (u32)x.c.seed * 0x85EBCA6Bu) >> 16) % 3 - 1;
-  for (; k > 0; k--) v = std::nextafter(v, INFINITY);
-  for (; k < 0; k++) v = std::nextafter(v, -INFINITY);
-  return v;
+  return k ? std::nextafter(v, k * INFINITY) : v;
 }
 
-template <class F>
-inline void f32_map(Machine& x, Warp& w, const Inst& in, u32 m, int n, F f) {
+HANDLER(f32_arith) {  // in.b: approximate; in.c: .NaN
+  int n = in.a == FFMA ? 3 : in.a == FRCP || in.a == FEX2 ? 1 : 2;
   const u64* s[3];
   for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
   u64* d = x.wr(w, in, 0, m);
-  if (!in.ftz && !in.sat && !in.relu) {
-    lanes(m, [&](int l) {
-      d[l] = f32_bits(f(as_f32(s[0][l]), n > 1 ? as_f32(s[1][l]) : 0.f, n > 2 ? as_f32(s[2][l]) : 0.f));
-    });
-    return;
-  }
   lanes(m, [&](int l) {
-    float v[3] = {0, 0, 0};
+    float v[3] = {0, 0, 0}, r;
     for (int i = 0; i < n; i++) {
       v[i] = as_f32(s[i][l]);
       if (in.ftz) v[i] = flush(v[i]);
     }
-    float r = f(v[0], v[1], v[2]);
-    if (in.ftz) r = flush(r);
-    if (in.sat) r = r != r ? 0 : std::min(std::max(r, 0.f), 1.f);
-    if (in.relu) r = r != r ? r : std::max(r, 0.f);
-    d[l] = f32_bits(r);
+    switch (in.a) {
+      case FADD: r = v[0] + v[1]; break;
+      case FSUB: r = v[0] - v[1]; break;
+      case FMUL: r = v[0] * v[1]; break;
+      case FFMA: r = std::fma(v[0], v[1], v[2]); break;
+      case FMIN: r = extreme(in, v[0], v[1], true); break;
+      case FMAX: r = extreme(in, v[0], v[1], false); break;
+      case FDIV: r = v[0] / v[1]; break;
+      case FRCP: r = 1.f / v[0]; break;
+      default: r = (float)std::exp2((double)v[0]);
+    }
+    if (in.b) r = ulps(x, r);
+    d[l] = f32_bits(in.ftz ? flush(r) : r);
   });
 }
 
-HANDLER(f32_arith) {
-  switch (in.a) {
-    case FADD:
-    case FSUB: {
-      float sg = in.a == FSUB ? -1.f : 1.f;
-      if (in.rm == RN)
-        f32_map(x, w, in, m, 2, [&](float a, float b, float) { return a + sg * b; });
-      else
-        f32_map(x, w, in, m, 2, [&](float a, float b, float) { return round_f32(add_odd(a, (double)sg * b), in.rm); });
-      break;
-    }
-    case FMUL:
-      if (in.rm == RN)
-        f32_map(x, w, in, m, 2, [](float a, float b, float) { return a * b; });
-      else
-        f32_map(x, w, in, m, 2, [&](float a, float b, float) { return round_f32((double)a * b, in.rm); });
-      break;
-    case FFMA:
-      if (in.rm == RN)
-        f32_map(x, w, in, m, 3, [](float a, float b, float c) { return std::fma(a, b, c); });
-      else
-        f32_map(x, w, in, m, 3, [&](float a, float b, float c) { return round_f32(add_odd((double)a * b, c), in.rm); });
-      break;
-    case FMIN: f32_map(x, w, in, m, 2, [&](float a, float b, float) { return (float)extreme(in, a, b, true); }); break;
-    case FMAX: f32_map(x, w, in, m, 2, [&](float a, float b, float) { return (float)extreme(in, a, b, false); }); break;
-    case FDIV:
-      if (in.b)
-        f32_map(x, w, in, m, 2, [&](float a, float b, float) { return ulps(x, a / b); });
-      else
-        f32_map(x, w, in, m, 2, [&](float a, float b, float) {
-          if (in.rm == RN) return a / b;
-          double q = (double)a / b;
-          double e = std::fma(-q, (double)b, (double)a);
-          if (e != 0 && std::isfinite(q) && !(std::bit_cast<u64>(q) & 1))
-            q = std::nextafter(q, (e > 0) == (b > 0) ? INFINITY : -INFINITY);
-          return round_f32(q, in.rm);
-        });
-      break;
-    case FSQRT:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) {
-        float r = std::sqrt(a);
-        return in.b ? ulps(x, r) : r;
-      });
-      break;
-    case FRCP:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) {
-        float r = 1.f / a;
-        return in.b ? ulps(x, r) : r;
-      });
-      break;
-    case FRSQRT:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) { return ulps(x, (float)(1 / std::sqrt((double)a))); });
-      break;
-    case FEX2:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) { return ulps(x, (float)std::exp2((double)a)); });
-      break;
-    case FLG2:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) { return ulps(x, (float)std::log2((double)a)); });
-      break;
-    case FSIN:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) { return ulps(x, (float)std::sin((double)a)); });
-      break;
-    case FCOS:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) { return ulps(x, (float)std::cos((double)a)); });
-      break;
-    case FTANH:
-      f32_map(x, w, in, m, 1, [&](float a, float, float) { return ulps(x, (float)std::tanh((double)a)); });
-      break;
-    case FNEG: {
-      const u64* a = x.rd(w, in, 1, m);
-      u64* d = x.wr(w, in, 0, m);
-      lanes(m, [&](int l) {
-        d[l] = (u32)a[l] ^ 0x80000000u;
-        if (in.ftz) d[l] = std::bit_cast<u32>(flush(as_f32(d[l])));
-      });
-      break;
-    }
-    case FABS: {
-      const u64* a = x.rd(w, in, 1, m);
-      u64* d = x.wr(w, in, 0, m);
-      lanes(m, [&](int l) {
-        d[l] = (u32)a[l] & 0x7fffffffu;
-        if (in.ftz) d[l] = std::bit_cast<u32>(flush(as_f32(d[l])));
-      });
-      break;
-    }
-    case FCOPYSIGN: {
-      const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m);
-      u64* d = x.wr(w, in, 0, m);
-      lanes(m, [&](int l) { d[l] = ((u32)b[l] & 0x7fffffffu) | ((u32)a[l] & 0x80000000u); });
-      break;
-    }
+HANDLER(f32_sign) {  // in.a: 0 abs, 1 neg
+  const u64* a = x.rd(w, in, 1, m);
+  u64* d = x.wr(w, in, 0, m);
+  lanes(m, [&](int l) {
+    u32 r = in.a ? (u32)a[l] ^ 0x80000000u : (u32)a[l] & 0x7fffffffu;
+    d[l] = in.ftz ? std::bit_cast<u32>(flush(as_f32(r))) : r;
+  });
+}
+
+// ------------------------------------------------------------------------------- comparisons and selections
+enum Cmp : u8 { EQ, NE, LT, LE, GT, GE, EQU, NEU, LTU, LEU, GTU, GEU, NUM, NANC };
+
+static bool compare_float(float a, float b, int c) {
+  bool un = a != a || b != b;
+  switch (c) {
+    case EQ: return a == b;
+    case NE: return !un && a != b;
+    case LT: return a < b;
+    case LE: return a <= b;
+    case GT: return a > b;
+    case GE: return a >= b;
+    case EQU: return un || a == b;
+    case NEU: return un || a != b;
+    case LTU: return un || a < b;
+    case LEU: return un || a <= b;
+    case GTU: return un || a > b;
+    case GEU: return un || a >= b;
+    case NUM: return !un;
+    default: return un;
   }
 }
 
-HANDLER(f64_arith) {
-  int n = in.a == FFMA ? 3 : in.a <= FMAX || in.a == FDIV || in.a == FCOPYSIGN ? 2 : 1;
-  const u64* s[3];
-  for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
+HANDLER(c_setp) {  // in.a: the comparison
+  const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m);
   u64* d = x.wr(w, in, 0, m);
-  static const int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD, FE_TONEAREST};
-  if (in.rm != RN) fesetround(modes[in.rm]);
-  lanes(m, [&](int l) {
-    volatile double a = as_f64(s[0][l]), b = n > 1 ? as_f64(s[1][l]) : 0, c = n > 2 ? as_f64(s[2][l]) : 0, r = 0;
-    switch (in.a) {
-      case FADD: r = a + b; break;
-      case FSUB: r = a - b; break;
-      case FMUL: r = a * b; break;
-      case FFMA: r = std::fma((double)a, (double)b, (double)c); break;
-      case FMIN: r = extreme(in, a, b, true); break;
-      case FMAX: r = extreme(in, a, b, false); break;
-      case FDIV: r = a / b; break;
-      case FSQRT: r = std::sqrt((double)a); break;
-      case FRCP: r = 1 / a; break;
-      case FRSQRT: r = 1 / std::sqrt((double)a); break;
-      case FNEG: d[l] = s[0][l] ^ (1ull << 63); return;
-      case FABS: d[l] = s[0][l] & ~(1ull << 63); return;
-      case FCOPYSIGN: r = std::copysign((double)b, (double)a); break;
-      default: fesetround(FE_TONEAREST); throw Fault("f64 operation");
-    }
-    d[l] = f64_bits(r);
+  if (in.t == F32) {
+    lanes(m, [&](int l) {
+      float p = as_f32(a[l]), q = as_f32(b[l]);
+      d[l] = in.ftz ? compare_float(flush(p), flush(q), in.a) : compare_float(p, q, in.a);
+    });
+    return;
+  }
+  by_int(in.t, [&](auto z) {
+    using Ty = decltype(z);
+    lanes(m, [&](int l) {
+      Ty p = (Ty)a[l], q = (Ty)b[l];
+      d[l] = in.a == EQ   ? p == q
+             : in.a == NE ? p != q
+             : in.a == LT ? p < q
+             : in.a == LE ? p <= q
+             : in.a == GT ? p > q
+                          : p >= q;
+    });
   });
-  if (in.rm != RN) fesetround(FE_TONEAREST);
+}
+
+HANDLER(c_selp) {
+  const u64* p = x.rd(w, in, 3, m);
+  u32 k = 0;
+  lanes(m, [&](int l) { k |= (u32)(p[l] & 1) << l; });
+  const u64 *a = x.rd(w, in, 1, m & k), *b = x.rd(w, in, 2, m & ~k);
+  u64* d = x.wr(w, in, 0, m);
+  u64 keep = ~0ull >> (64 - bits_of(in.t));
+  lanes(m, [&](int l) { d[l] = (k >> l & 1 ? a[l] : b[l]) & keep; });
+}
+
+HANDLER(m_mov) {  // cvta too: addresses of shared memory are the same in both spaces here
+  const Op &d = in.o[0], &s = in.o[1];
+  if (d.k == VEC) {  // unpack
+    const u64* a = x.rd(w, in, s, m);
+    int n = (int)d.v.size(), each = bits_of(in.t) / n;
+    u64 keep = (1ull << each) - 1;
+    u64 copy[32];
+    memcpy(copy, a, sizeof copy);
+    for (int i = 0; i < n; i++) {
+      u64* e = x.wr(w, in, d.v[i], m);
+      lanes(m, [&](int l) { e[l] = copy[l] >> (each * i) & keep; });
+    }
+  } else if (s.k == VEC) {
+    int n = (int)s.v.size(), each = bits_of(in.t) / n;
+    u64 keep = (1ull << each) - 1, r[32] = {};
+    for (int i = 0; i < n; i++) {
+      const u64* a = x.rd(w, in, s.v[i], m);
+      lanes(m, [&](int l) { r[l] |= (a[l] & keep) << (each * i); });
+    }
+    u64* e = x.wr(w, in, d, m);
+    lanes(m, [&](int l) { e[l] = r[l]; });
+  } else if (s.k == REG && (m & ~w.def[s.r]) && !w.infl[s.r] && !s.neg) {
+    // Copies of what was never written stay unwritten.
+    u32 known = m & w.def[s.r];
+    u64* e = x.wr(w, in, d, known);
+    if (d.k == REG) w.def[d.r] &= ~(m & ~known);
+    const u64* b = &w.reg[(size_t)s.r * 32];
+    lanes(m, [&](int l) { e[l] = b[l]; });
+  } else {
+    const u64* a = x.rd(w, in, s, m);
+    u64* e = x.wr(w, in, d, m);
+    u64 keep = ~0ull >> (64 - bits_of(in.t));
+    lanes(m, [&](int l) { e[l] = a[l] & keep; });
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- conversions
+HANDLER(v_cvt) {  // in.t destination, in.t2 source
+  T dt = in.t, st = in.t2;
+  const u64* a = x.rd(w, in, 1, m);
+  u64 r[32];
+  if (dt == F16X2 || dt == BF16X2 || dt == E4M3X2) {
+    // Of two float32, a in the upper half, or of two e4m3.
+    const u64* b = st == F32 ? x.rd(w, in, 2, m) : nullptr;
+    int bits = bits_of(dt) / 2;
+    lanes(m, [&](int l) {
+      u64 low = b ? b[l] : a[l] & 0xff, high = b ? a[l] : a[l] >> 8;
+      r[l] = encode(decode(low, st), dt) | encode(decode(high, st), dt) << bits;
+    });
+  } else if (is_float(st))
+    lanes(m, [&](int l) {
+      double v = decode(a[l], st);
+      r[l] = dt == F32 ? f32_bits((float)v) : encode(v, dt);
+    });
+  else
+    by_int(st, [&](auto z) {
+      using S = decltype(z);
+      if (dt == F32)
+        lanes(m, [&](int l) { r[l] = f32_bits((float)(S)a[l]); });
+      else
+        by_int(dt, [&](auto y) {
+          using D = decltype(y);
+          lanes(m, [&](int l) { r[l] = std::is_signed_v<D> ? (u64)(i64)(D)(S)a[l] : zext<D>((D)(S)a[l]); });
+        });
+    });
+  u64* d = x.wr(w, in, 0, m);
+  u64 keep = ~0ull >> (64 - in.o[0].width);
+  lanes(m, [&](int l) { d[l] = r[l] & keep; });
 }
 
 }  // namespace ptxrun

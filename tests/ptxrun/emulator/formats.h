@@ -7,45 +7,30 @@ namespace ptxrun {
 
 inline float as_f32(u64 b) { return std::bit_cast<float>((u32)b); }
 
-inline double as_f64(u64 b) { return std::bit_cast<double>(b); }
-
 inline u32 f32_bits(float x) { return x != x ? 0x7fffffffu : std::bit_cast<u32>(x); }
-
-inline u64 f64_bits(double x) { return x != x ? 0x7fffffffffffffffull : std::bit_cast<u64>(x); }
 
 inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
 
-enum Round : u8 { RN, RZ, RM, RP, RNA };
+enum Round : u8 { RN, RZ };
 
-// Rounds once; `x` is exact or was rounded to odd. e4m3 has no infinities.
-inline u32 encode_small(double x, int ebits, int mbits, Round rm, bool satfinite, bool is_e4m3 = false) {
+// Rounds once; `x` is exact or was rounded to odd. e4m3 has no infinities, and what is too large becomes its largest.
+inline u32 encode_small(double x, int ebits, int mbits, Round rm, bool is_e4m3 = false) {
   const u32 sign = std::signbit(x) ? 1u << (ebits + mbits) : 0;
   const int bias = (1 << (ebits - 1)) - 1, top = (1 << ebits) - 1;
-  if (x != x) return is_e4m3 ? 0x7f : ebits == 5 && mbits == 2 ? 0x7f : (1u << (ebits + mbits)) - 1;
+  if (x != x) return is_e4m3 ? 0x7f : (1u << (ebits + mbits)) - 1;
   const u32 largest = is_e4m3 ? 0x7e : ((u32)(top - 1) << mbits) | ((1u << mbits) - 1);
-  const u32 infinity = is_e4m3 ? 0x7f : (u32)top << mbits;
+  const u32 infinity = is_e4m3 ? largest : (u32)top << mbits;
   double a = std::fabs(x);
   if (a == 0) return sign;
-  if (std::isinf(a)) return sign | (satfinite ? largest : infinity);
+  if (std::isinf(a)) return sign | infinity;
   int ex;
   std::frexp(a, &ex);
   int e = std::max(ex - 1, 1 - bias);
   double q = std::ldexp(a, mbits - e), r = std::floor(q), rest = q - r;
-  bool up = false;
-  switch (rm) {
-    case RN: up = rest > 0.5 || (rest == 0.5 && std::fmod(r, 2) == 1); break;
-    case RNA: up = rest >= 0.5; break;
-    case RP: up = rest > 0 && !sign; break;
-    case RM: up = rest > 0 && sign; break;
-    case RZ: break;
-  }
+  bool up = rm == RN && (rest > 0.5 || (rest == 0.5 && std::fmod(r, 2) == 1));
   u64 code = (u64)r + up;  // with the hidden bit for normal numbers
   u64 field = code >= (1ull << mbits) ? code + ((u64)(e + bias - 1) << mbits) : code;
-  if (field > largest) {
-    bool inward = rm == RZ || (rm == RM && !sign) || (rm == RP && sign);
-    return sign | (satfinite || inward ? largest : infinity);
-  }
-  return sign | (u32)field;
+  return sign | (field <= largest ? (u32)field : rm == RZ ? largest : infinity);
 }
 
 inline double decode_small(u32 b, int ebits, int mbits, bool is_e4m3 = false) {
@@ -57,31 +42,24 @@ inline double decode_small(u32 b, int ebits, int mbits, bool is_e4m3 = false) {
 }
 
 struct Tables {
-  float f16[65536];
-  float e4m3[256], e5m2[256];
+  float f16[65536], e4m3[256];
 
   Tables() {
     for (int i = 0; i < 65536; i++) f16[i] = (float)decode_small(i, 5, 10);
-    for (int i = 0; i < 256; i++) e4m3[i] = (float)decode_small(i, 4, 3, true), e5m2[i] = (float)decode_small(i, 5, 2);
+    for (int i = 0; i < 256; i++) e4m3[i] = (float)decode_small(i, 4, 3, true);
   }
 };
 
 inline const Tables tables;
 
-inline float bf16_f32(u32 b) { return as_f32(b << 16); }
-
-inline u32 encode(double x, T t, Round rm = RN, bool satfinite = false) {
+inline u32 encode(double x, T t) {
   switch (t) {
     case F16:
-    case F16X2: return encode_small(x, 5, 10, rm, satfinite);
+    case F16X2: return encode_small(x, 5, 10, RN);
     case BF16:
-    case BF16X2: return encode_small(x, 8, 7, rm, satfinite);
-    case E4M3:
-    case E4M3X2: return encode_small(x, 4, 3, rm, true, true);
-    case E5M2:
-    case E5M2X2: return encode_small(x, 5, 2, rm, satfinite);
-    case TF32: return encode_small(x, 8, 10, rm, satfinite) << 13;
-    default: return x != x ? 0x7fffffffu : encode_small(x, 8, 23, rm, satfinite);
+    case BF16X2: return encode_small(x, 8, 7, RN);
+    case E4M3X2: return encode_small(x, 4, 3, RN, true);
+    default: return x != x ? 0x7fffffffu : encode_small(x, 8, 23, RN);
   }
 }
 
@@ -90,13 +68,8 @@ inline double decode(u64 b, T t) {
     case F16:
     case F16X2: return tables.f16[b & 0xffff];
     case BF16:
-    case BF16X2: return bf16_f32(b & 0xffff);
-    case E4M3:
+    case BF16X2: return as_f32((b & 0xffff) << 16);
     case E4M3X2: return tables.e4m3[b & 0xff];
-    case E5M2:
-    case E5M2X2: return tables.e5m2[b & 0xff];
-    case TF32: return as_f32(b & 0xffffe000u);
-    case F64: return as_f64(b);
     default: return as_f32(b);
   }
 }

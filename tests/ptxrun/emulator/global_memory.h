@@ -1,4 +1,4 @@
-// Global and local memory: bounds, alignment, races between CTAs; generic addresses.
+// Global memory: bounds, alignment, races between CTAs.
 #pragma once
 
 #include "registers.h"
@@ -21,7 +21,7 @@ inline Region* Machine::region(u64 a, u32 size) {
   return nullptr;
 }
 
-inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write, bool atomic) {
+inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write) {
   if (a % size)
     fault(w, in,
           fmt("misaligned global %s of %u bytes at 0x%llx", write ? "write" : "read", size, (unsigned long long)a),
@@ -47,62 +47,26 @@ inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, b
   if (write && r->readonly)
     fault(w, in, fmt("writes read-only region %s at offset %llu", r->name.c_str(), (unsigned long long)(a - r->base)),
           lane);
-  if (r->writer && !atomic) {
-    u32 me = (u32)w.cta->linear + 1;
+  if (r->writer) {
+    u32 me = (u32)cta.linear + 1;
     u64 b = a - r->base;
-    __atomic_store_n(&r->accessed[b >> kAccessedShift], 1, __ATOMIC_RELAXED);
+    r->accessed[b >> kAccessedShift] = 1;
     for (u32 i = 0; i < size; i++) {
-      u32 ww = __atomic_load_n(&r->writer[b + i], __ATOMIC_RELAXED);
-      if (c.global_races && ww && ww != me && (write || !w.cta->synced_global)) {
+      u32 &writer = r->writer[b + i], &reader = r->reader[b + i];
+      const char* raced = nullptr;
+      if (write && reader && reader != me) raced = "read";
+      if (writer && writer != me) raced = "written";
+      if (c.global_races && raced) {
         report("global race", w, in,
-               fmt("%s byte %llu of region %s, written by CTA %u in the same launch", write ? "writes" : "reads",
-                   (unsigned long long)(b + i), r->name.c_str(), ww - 1),
+               fmt("%s byte %llu of region %s, %s by CTA %u in the same launch", write ? "writes" : "reads",
+                   (unsigned long long)(b + i), r->name.c_str(), raced, (raced[0] == 'w' ? writer : reader) - 1),
                0, lane);
         break;
       }
-      if (write) {
-        u32 rr = __atomic_load_n(&r->reader[b + i], __ATOMIC_RELAXED);
-        if (c.global_races && rr && rr != me && !w.cta->synced_global) {
-          report("global race", w, in,
-                 fmt("writes byte %llu of region %s, read by CTA %u in the same launch", (unsigned long long)(b + i),
-                     r->name.c_str(), rr - 1),
-                 0, lane);
-          break;
-        }
-        __atomic_store_n(&r->writer[b + i], me, __ATOMIC_RELAXED);
-      } else
-        __atomic_store_n(&r->reader[b + i], me, __ATOMIC_RELAXED);
+      (write ? writer : reader) = me;
     }
   }
   return (u8*)a;
-}
-
-inline u8* Machine::local(Warp& w, const Inst& in, int lane, u64 a, u32 size) {
-  if (a % size) fault(w, in, fmt("misaligned local access of %u bytes at 0x%llx", size, (unsigned long long)a), lane);
-  if (a + size > (u64)m.total_local)
-    fault(w, in, fmt("local access at 0x%llx out of range", (unsigned long long)a), lane);
-  return &w.local[(size_t)lane * m.total_local + a];
-}
-
-inline Machine::Place Machine::place(Warp& w, const Inst& in, int lane, Space s, u64 a, u32 size, bool write,
-                                     bool atomic) {
-  if (s == GENERIC) {
-    u64 tag = a & WINDOW_MASK;
-    if (tag == GENERIC_SHARED)
-      s = SHARED, a &= ~WINDOW_MASK;
-    else if (tag == GENERIC_LOCAL)
-      s = LOCAL, a &= ~WINDOW_MASK;
-    else
-      s = GLOBAL;
-  }
-  if (s == SHARED) {
-    u32 off;
-    Cta* t = owner_aligned(w, in, a, size, lane, off, write ? "write" : "read");
-    return {SHARED, &t->smem[off], t, off};
-  }
-  if (s == LOCAL) return {LOCAL, local(w, in, lane, a, size), nullptr, (u32)a};
-  if (s == CONST && write) fault(w, in, "a write to constant memory", lane);
-  return {GLOBAL, global(w, in, lane, a, size, write, atomic), nullptr, 0};
 }
 
 inline void Machine::count(const Inst& in, u64 units, u64 ideal, u64 bytes) {

@@ -25,13 +25,7 @@ struct Lexer {
         p++;
       else if (s[p] == '/' && p + 1 < s.size() && s[p + 1] == '/')
         while (p < s.size() && s[p] != '\n') p++;
-      else if (s[p] == '/' && p + 1 < s.size() && s[p + 1] == '*') {
-        while (p + 1 < s.size() && !(s[p] == '*' && s[p + 1] == '/')) {
-          if (s[p] == '\n') line++;
-          p++;
-        }
-        p += 2;
-      } else
+      else
         break;
     }
   }
@@ -53,60 +47,45 @@ struct Lexer {
     if (!eat(c)) fail(fmt("expected '%c'", c));
   }
 
+  // Goes to the next of these characters.
+  void skip_to(char c) {
+    while (p < s.size() && s[p] != c) {
+      if (s[p] == '\n') line++;
+      p++;
+    }
+  }
+
   // A word: an identifier, a directive, a mnemonic with modifiers, or a number.
-  string word() {
+  string word() { return taken("_$%.", true, "expected a word"); }
+
+  string name() { return taken("_$%", false, "expected a name"); }
+
+  string taken(const char* others, bool colons, const char* expected) {
     blank();
     size_t b = p;
-    while (p < s.size() && (isalnum((u8)s[p]) || s[p] == '_' || s[p] == '$' || s[p] == '%' || s[p] == '.' ||
-                            (s[p] == ':' && p + 1 < s.size() && s[p + 1] == ':')))
-      p += s[p] == ':' ? 2 : 1;
-    if (b == p) fail("expected a word");
+    for (; p < s.size(); p++)
+      if (colons && s.compare(p, 2, "::") == 0)
+        p++;
+      else if (!isalnum((u8)s[p]) && !strchr(others, s[p]))
+        break;
+    if (b == p) fail(expected);
     return s.substr(b, p - b);
   }
 
-  string name() {
-    blank();
-    size_t b = p;
-    while (p < s.size() && (isalnum((u8)s[p]) || s[p] == '_' || s[p] == '$' || s[p] == '%')) p++;
-    if (b == p) fail("expected a name");
-    return s.substr(b, p - b);
-  }
-
-  bool number(const string& t, i64& v, bool& dbl, double& d) {
-    dbl = false;
+  // An integer, or the bits of a float32 literal.
+  bool number(const string& t, i64& v, bool& is_float) {
+    is_float = false;
     if (t.empty() || !isdigit((u8)t[0])) return false;
-    if (t.size() > 2 && t[0] == '0' && (t[1] == 'f' || t[1] == 'F') && t.size() == 10) {
-      dbl = true;
-      d = as_f32(strtoul(t.c_str() + 2, 0, 16));
-      v = strtoul(t.c_str() + 2, 0, 16);
-      return true;
-    }
-    if (t.size() > 2 && t[0] == '0' && (t[1] == 'd' || t[1] == 'D') && t.size() == 18) {
-      dbl = true;
-      v = (i64)strtoull(t.c_str() + 2, 0, 16);
-      d = as_f64(v);
-      return true;
-    }
-    if (t.find('.') != string::npos || (t.find_first_of("eE") != string::npos && t[1] != 'x' && t[1] != 'X')) {
-      dbl = true;
-      d = strtod(t.c_str(), 0);
-      v = f64_bits(d);
-      return true;
-    }
-    if (t.size() > 2 && t[0] == '0' && (t[1] == 'b' || t[1] == 'B'))
-      v = (i64)strtoull(t.c_str() + 2, 0, 2);
-    else
-      v = (i64)strtoull(t.c_str(), 0, 0);
+    if (t.find('.') != string::npos || (t.size() == 18 && (t[1] == 'd' || t[1] == 'D'))) fail("a literal of this form");
+    is_float = t.size() == 10 && (t[1] == 'f' || t[1] == 'F');
+    v = is_float ? (i64)strtoul(t.c_str() + 2, 0, 16) : (i64)strtoull(t.c_str(), 0, 0);
     return true;
   }
 
   i64 integer() {
-    bool neg = eat('-');
+    bool neg = eat('-'), is_float;
     i64 v;
-    bool db;
-    double d;
-    string w = word();
-    if (!number(w, v, db, d)) fail("expected a number");
+    if (!number(word(), v, is_float)) fail("expected a number");
     return neg ? -v : v;
   }
 };

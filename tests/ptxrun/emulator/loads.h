@@ -1,13 +1,13 @@
-// Loads, stores and atomics. Loads and stores are counted in sectors of global memory and passes over the banks of
-// shared memory, atomics are not.
+// Loads and stores, cp.async, ldmatrix and stmatrix: counted in sectors of global memory and passes over the banks of
+// shared memory.
 #pragma once
 
-#include "convert.h"
+#include "floating.h"
 
 namespace ptxrun {
 
 // Passes over the 32 banks that an access needs; `size` bytes per lane.
-static u64 wavefronts(u32 m, const u32* off, u32 size) {
+static u64 wavefronts(u32 m, const u64* off, u32 size) {
   u32 group = size <= 4 ? 32 : size == 8 ? 16 : 8;
   u64 total = 0;
   for (u32 g = 0; g < 32; g += group) {
@@ -44,193 +44,159 @@ static u64 sectors(u32 m, const u64* a, u32 size) {
   return n;
 }
 
-static void tally(Machine& x, const Inst& in, u32 m, const u64* a, const u32* off, bool shared, u32 size) {
-  u64 bytes = (u64)std::popcount(m) * size, units = shared ? wavefronts(m, off, size) : sectors(m, a, size);
+static void tally(Machine& x, const Inst& in, u32 m, const u64* a, u32 size) {
+  bool shared = in.space == SHARED;
+  u64 bytes = (u64)std::popcount(m) * size, units = shared ? wavefronts(m, a, size) : sectors(m, a, size);
   // Lanes that read the same address need fewer units than their bytes.
   x.count(in, units, std::min(units, shared ? (bytes + 127) / 128 : (bytes + 31) / 32), bytes);
 }
 
-static const u8* param_bank(Machine& x, Warp& w, const Inst& in, u64 a, u32 size) {
-  if (a + size > (u64)x.kernel.param_bytes) x.fault(w, in, "reads beyond the parameters");
-  return x.params + a;
-}
-
 HANDLER(mem_ld) {
   u64 a[32];
-  u32 off[32];
   x.address(w, in, in.o[1], m, a);
   const Op& d = in.o[0];
   int n = d.k == VEC ? (int)d.v.size() : 1;
   u32 each = bits_of(in.t) / 8, size = each * n;
-  bool sg = is_signed(in.t);
   u64 r[8][32];
-  Space s = in.space;
-  bool bank = s == PARAM && in.o[1].space != LOCAL;
-  if (s == PARAM && !bank) s = LOCAL;
-  bool shared = false, sync = in.a, any_global = false;
   lanes(m, [&](int l) {
     const u8* p;
-    if (bank)
-      p = param_bank(x, w, in, a[l], size);
-    else {
-      auto q = x.place(w, in, l, s, a[l], size, false, sync);
-      p = q.p;
-      off[l] = q.off;
-      if (q.space == SHARED) {
-        shared = true;
-        x.shared_read(w, in, q.cta, q.off, size, l, sync);
-      } else
-        any_global |= q.space == GLOBAL;
-    }
+    if (in.space == PARAM) {
+      if (a[l] + size > (u64)x.kernel.param_bytes) x.fault(w, in, "reads beyond the parameters");
+      p = x.params + a[l];
+    } else if (in.space == SHARED) {
+      u32 off = x.shared(w, in, a[l], size, l, "read");
+      x.shared_read(w, in, off, size, l);
+      p = &x.cta.smem[off];
+    } else
+      p = x.global(w, in, l, a[l], size, false);
     for (int i = 0; i < n; i++) {
       u64 v = 0;
       memcpy(&v, p + i * each, each);
-      if (sg && each < 8) v = (u64)((i64)(v << (64 - 8 * each)) >> (64 - 8 * each));
+      if (is_signed(in.t)) v = (u64)((i64)(v << (64 - 8 * each)) >> (64 - 8 * each));
       r[i][l] = v;
     }
   });
-  if (sync) {
-    lanes(m, [&](int l) {
-      auto k = x.sync.find(shared ? off[l] : a[l]);
-      if (k != x.sync.end()) x.acquire(w, k->second.first, k->second.second);
-    });
-    if (!shared) w.cta->synced_global = true;
-  }
-  if (shared || any_global) tally(x, in, m, a, off, shared, size);
+  if (in.space != PARAM) tally(x, in, m, a, size);
   for (int i = 0; i < n; i++) {
     const Op& e = d.k == VEC ? d.v[i] : d;
     u64* t = x.wr(w, in, e, m);
-    u64 keep = e.width >= 64 || !e.width ? ~0ull : (1ull << e.width) - 1;
+    u64 keep = e.width ? ~0ull >> (64 - e.width) : ~0ull;
     lanes(m, [&](int l) { t[l] = r[i][l] & keep; });
   }
 }
 
 HANDLER(mem_st) {
   u64 a[32];
-  u32 off[32];
   x.address(w, in, in.o[0], m, a);
   const Op& d = in.o[1];
   int n = d.k == VEC ? (int)d.v.size() : 1;
   u32 each = bits_of(in.t) / 8, size = each * n;
-  const u64* v[8];
-  u64 hold[8][32];
-  for (int i = 0; i < n; i++) {
-    v[i] = x.rd(w, in, d.k == VEC ? d.v[i] : d, m);
-    memcpy(hold[i], v[i], sizeof hold[i]);
-  }
-  Space s = in.space;
-  if (s == PARAM) s = LOCAL;
-  bool shared = false, any_global = false;
-  if (in.a)
-    lanes(m, [&](int l) {
-      auto& k = x.sync[(in.space == SHARED ? (u32)a[l] & 0xffffff : a[l])];
-      x.release(w, k.first, k.second);
-    });
+  u64 v[8][32];
+  for (int i = 0; i < n; i++) memcpy(v[i], x.rd(w, in, d.k == VEC ? d.v[i] : d, m), sizeof v[i]);
   lanes(m, [&](int l) {
-    auto q = x.place(w, in, l, s, a[l], size, true, in.a);
-    off[l] = q.off;
-    u8 data[64];
-    for (int i = 0; i < n; i++) memcpy(data + i * each, &hold[i][l], each);
-    if (q.space == SHARED) {
-      shared = true;
-      if (in.a)
-        memset(&q.cta->init[q.off], 1, size);
-      else
-        x.shared_write(w, in, q.cta, q.off, size, l, data);
+    u8 data[64], *p;
+    for (int i = 0; i < n; i++) memcpy(data + i * each, &v[i][l], each);
+    if (in.space == SHARED) {
+      u32 off = x.shared(w, in, a[l], size, l, "write");
+      x.shared_write(w, in, off, size, l, data);
+      p = &x.cta.smem[off];
     } else
-      any_global |= q.space == GLOBAL;
-    memcpy(q.p, data, size);
+      p = x.global(w, in, l, a[l], size, true);
+    memcpy(p, data, size);
   });
-  if (shared || any_global) tally(x, in, m, a, off, shared, size);
+  tally(x, in, m, a, size);
 }
 
-HANDLER(mem_nop) {}
-
-HANDLER(mem_policy) {
-  u64* d = x.wr(w, in, 0, m);
-  lanes(m, [&](int l) { d[l] = 0; });
+// ------------------------------------------------------------------------------------------------ cp.async
+void Machine::land(Warp& w, Copy& k) {
+  if (k.landed) return;
+  k.landed = true;
+  u8 data[16] = {};
+  if (k.from_src) memcpy(data, (void*)k.src, k.from_src);
+  memcpy(&cta.smem[k.dst], data, k.bytes);
 }
 
-enum Atom : u8 { A_ADD, A_MIN, A_MAX, A_INC, A_DEC, A_CAS, A_EXCH, A_AND, A_OR, A_XOR };
-
-static u64 atom_value(int op, T t, u64 old, u64 b, u64 c) {
-  if (t == F32 && op == A_ADD) return f32_bits(as_f32(old) + as_f32(b));
-  if (t == F64 && op == A_ADD) return f64_bits(as_f64(old) + as_f64(b));
-  if (t == F16 || t == BF16 || t == F16X2 || t == BF16X2) {
-    u64 r = 0;
-    for (int h = 0; h < (t == F16X2 || t == BF16X2 ? 32 : 16); h += 16) {
-      double p = decode(old >> h & 0xffff, t), q = decode(b >> h & 0xffff, t);
-      double v = op == A_ADD ? add_odd(p, q) : op == A_MIN ? std::fmin(p, q) : std::fmax(p, q);
-      r |= (u64)encode(v, t) << h;
+HANDLER(cp_async) {  // in.a: cg
+  u64 d[32], s[32];
+  x.address(w, in, in.o[0], m, d);
+  x.address(w, in, in.o[1], m, s);
+  u32 bytes = (u32)in.o[2].off;
+  if (bytes != 16 && (in.a || (bytes != 4 && bytes != 8))) x.fault(w, in, "cp.async of this size");
+  const u64* part = in.o.size() > 3 ? x.rd(w, in, 3, m) : nullptr;
+  u32 clock = ++w.cp_clock, reads = 0;
+  bool now = !x.c.timing || x.rng() & 1;
+  lanes(m, [&](int l) {
+    u32 n = part ? (u32)part[l] : bytes;
+    if (n && n != bytes) x.fault(w, in, "cp.async of a part of its bytes", l);
+    u32 off = x.shared(w, in, d[l], bytes, l, "cp.async write");
+    if (s[l] % bytes) x.fault(w, in, fmt("misaligned cp.async source 0x%llx", (unsigned long long)s[l]), l);
+    if (n) {
+      reads |= 1u << l;
+      x.global(w, in, l, s[l], bytes, false);
     }
-    return r;
-  }
-  switch (op) {
-    case A_ADD: return old + b;
-    case A_EXCH: return b;
-    case A_CAS: return old == b ? c : old;
-    case A_AND: return old & b;
-    case A_OR: return old | b;
-    case A_XOR: return old ^ b;
-    case A_INC: return (u32)old >= (u32)b ? 0 : old + 1;
-    case A_DEC: return (u32)old == 0 || (u32)old > (u32)b ? b : old - 1;
-    default: {
-      bool less = t == S32               ? (i32)old < (i32)b
-                  : t == S64             ? (i64)old < (i64)b
-                  : t == U32 || t == B32 ? (u32)old < (u32)b
-                                         : old < b;
-      return less == (op == A_MIN) ? old : b;
-    }
+    x.mark_write(w, in, off, bytes, l, x.agent(CP_ASYNC, w), clock);
+    w.copies.push_back({l, w.group[l], clock, off, s[l], (u8)bytes, (u8)n, false});
+    if (now) x.land(w, w.copies.back());
+  });
+  if (reads) {
+    u64 read_bytes = (u64)std::popcount(reads) * bytes;
+    x.count(in, sectors(reads, s, bytes), (read_bytes + 31) / 32, read_bytes);
   }
 }
 
-HANDLER(mem_atom) {  // in.b: 1 with a result
+HANDLER(cp_commit) {
+  lanes(m, [&](int l) { w.group[l]++; });
+}
+
+HANDLER(cp_wait) {  // in.a: groups that may stay in flight
+  std::erase_if(w.copies, [&](Copy& k) {
+    bool done = m >> k.lane & 1 && k.group + in.a + 1 <= w.group[k.lane];
+    if (done) x.land(w, k);
+    return done;
+  });
+  u32 done = w.cp_clock;
+  for (auto& k : w.copies) done = std::min(done, k.clock - 1);
+  u32& v = w.vc[x.agent(CP_ASYNC, w)];
+  v = std::max(v, done);
+}
+
+// ----------------------------------------------------------------------------------- ldmatrix and stmatrix
+HANDLER(matrix) {  // in.a: matrices; in.b: transposed; in.c: stmatrix
   u64 a[32];
-  const Op& at = in.o[in.b];
-  x.address(w, in, at, m, a);
-  const Op& src = in.o[in.b + 1];
-  int n = src.k == VEC ? (int)src.v.size() : 1;
-  u32 size = bits_of(in.t) / 8;
-  u64 keep = size == 8 ? ~0ull : (1ull << 8 * size) - 1;
-  vector<std::array<u64, 32>> v(n), old(n);
-  for (int i = 0; i < n; i++) {
-    const u64* s = x.rd(w, in, src.k == VEC ? src.v[i] : src, m);
-    memcpy(v[i].data(), s, 256);
-  }
-  const u64* c = in.a == A_CAS ? x.rd(w, in, in.b + 2, m) : nullptr;
-  std::lock_guard<std::mutex> lock(*x.atomics);
-  bool backwards = x.rng() & 1;
-  if ((in.space == GLOBAL || in.space == GENERIC)) w.cta->synced_global = true;
-  for (int k = 0; k < 32; k++) {
-    int l = backwards ? 31 - k : k;
-    if (!(m >> l & 1)) continue;
-    if (n > 1 && a[l] % (size * n)) x.fault(w, in, "misaligned vector atomic", l);
-    for (int i = 0; i < n; i++) {
-      auto q = x.place(w, in, l, in.space, a[l] + i * size, size, true, true);
-      if (q.space == LOCAL) x.fault(w, in, "atomic on local memory", l);
-      auto& y = x.sync[q.space == SHARED ? q.off : a[l]];
-      x.acquire(w, y.first, y.second);
-      x.release(w, y.first, y.second);
-      if (q.space == SHARED) {
-        x.shared_read(w, in, q.cta, q.off, size, l, true);
-        if (x.c.races) {
-          auto& e = q.cta->we[q.off / 4];
-          if (e.clock && !x.before(w.vc, e.clock, e.agent))
-            x.race(w, in, q.cta, q.off, "updates", "write", e.line, e.agent, l);
-        }
+  x.address(w, in, in.o[in.c ? 0 : 1], m, a);
+  if (m != ~0u) x.fault(w, in, "a matrix needs all lanes");
+  const Op& regs = in.o[in.c ? 1 : 0];
+  u64 waves = 0;
+  for (int i = 0; i < in.a; i++) {
+    const Op& part = regs.k == VEC ? regs.v[i] : regs;
+    u16 e[8][8];
+    // The place of a half of a lane's register.
+    auto half = [&](int l, int h) -> u16& {
+      return in.b ? e[2 * (l & 3) + h][l >> 2] : e[l >> 2][2 * (l & 3) + h];
+    };
+    if (in.c) {
+      const u64* t = x.rd(w, in, part, m);
+      for (int l = 0; l < 32; l++)
+        for (int h = 0; h < 2; h++) half(l, h) = t[l] >> (16 * h);
+    }
+    for (int r = 0; r < 8; r++) {
+      int l = 8 * i + r;
+      u32 off = x.shared(w, in, a[l], 16, l, in.c ? "write" : "read");
+      if (in.c) {
+        x.shared_write(w, in, off, 16, l, (const u8*)e[r]);
+        memcpy(&x.cta.smem[off], e[r], 16);
+      } else {
+        x.shared_read(w, in, off, 16, l);
+        memcpy(e[r], &x.cta.smem[off], 16);
       }
-      u64 o = 0;
-      memcpy(&o, q.p, size);
-      old[i][l] = o;
-      u64 r = atom_value(in.a, in.t, o, v[i][l] & keep, c ? c[l] & keep : 0);
-      memcpy(q.p, &r, size);
+    }
+    waves += wavefronts(0xff, a + 8 * i, 16);
+    if (!in.c) {
+      u64* t = x.wr(w, in, part, m);
+      for (int l = 0; l < 32; l++) t[l] = half(l, 0) | (u32)half(l, 1) << 16;
     }
   }
-  if (in.b)
-    for (int i = 0; i < n; i++) {
-      u64* d = x.wr(w, in, in.o[0].k == VEC ? in.o[0].v[i] : in.o[0], m);
-      lanes(m, [&](int l) { d[l] = old[i][l]; });
-    }
+  x.count(in, waves, in.a, in.a * 128);
 }
 
 }  // namespace ptxrun

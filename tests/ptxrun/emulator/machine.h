@@ -1,5 +1,4 @@
-// A launch on one thread of the CPU: the CTAs of one cluster at a time. Instructions access registers and memory
-// through `Machine`, which checks them.
+// A launch: one CTA after the other. Instructions access registers and memory through `Machine`, which checks them.
 //
 // A handler executes one instruction for the lanes `m` of warp `w` of machine `x`; HANDLER(name) declares it.
 #pragma once
@@ -24,19 +23,15 @@ struct Machine {
   Config c;
   Rng rng;
   vector<Region>& regions;
-  vector<Cta*> ctas;
-  int TW = 0;
-  u32 grid[3], block[3], cluster[3];
-  int static_shared, dynamic_shared, shared_limit;
+  Cta cta;
+  int warps = 0;
+  u32 threads = 0, grid[3];
+  u32 shared_limit = 0;
   const u8* params;
   Stats stats;
   std::map<string, Report> reports;
-  std::list<Pending>* pending = nullptr;
   Region* last_region = nullptr;
   u64 steps = 0;
-  std::map<u64, std::pair<Clock, Clock>> sync;
-  std::mutex* atomics;
-  Barrier cluster_bar;
   Warp* current = nullptr;
   const Inst* now = nullptr;
 
@@ -47,12 +42,10 @@ struct Machine {
   [[noreturn]] void fault(const Warp& w, const Inst& in, const string& what, int lane = -1);
   void report(const char* kind, const Warp& w, const Inst& in, const string& what, u32 other_line, int lane = -1);
 
-  int agent(int kind, const Warp& w) const { return kind * TW + w.gid; }
+  int agent(Agent kind, const Warp& w) const { return kind * warps + w.id; }
 
   // registers.h
   [[noreturn]] void bad_read(Warp& w, const Inst& in, const Op& o, u32 mask);
-  [[noreturn]] void bad_write(Warp& w, const Inst& in, const Op& o);
-  string reg_name(int r);
   const u64* special(Warp& w, int r);
   const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask);
 
@@ -68,61 +61,39 @@ struct Machine {
 
   // global_memory.h
   Region* region(u64 a, u32 size);
-  u8* global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write, bool atomic = false);
-
-  struct Place {
-    Space space;
-    u8* p;
-    Cta* cta;
-    u32 off;
-  };
-
-  u8* local(Warp& w, const Inst& in, int lane, u64 a, u32 size);
-  Place place(Warp& w, const Inst& in, int lane, Space s, u64 a, u32 size, bool write, bool atomic = false);
+  u8* global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write);
   void count(const Inst& in, u64 units, u64 ideal, u64 bytes);
 
   // shared_memory.h
-  // An address in the shared window: of this CTA, or of a CTA of the cluster, whose rank + 1 is in the upper byte.
-  Cta* owner(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what);
-  Cta* owner_aligned(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what);
+  // Checks an address in shared memory, and returns it.
+  u32 shared(Warp& w, const Inst& in, u64 a, u32 size, int lane, const char* what);
 
   bool before(const Clock& vc, u32 clock, u32 agent) const { return clock <= vc[agent]; }
 
-  void race(Warp& w, const Inst& in, Cta* t, u32 off, const char* mine, const char* theirs, u32 line, u32 agent_,
-            int lane);
-  void shared_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, bool sync_access = false);
+  void race(Warp& w, const Inst& in, u32 off, const char* mine, const char* theirs, u32 line, u32 agent_, int lane);
+  void shared_read(Warp& w, const Inst& in, u32 off, u32 size, int lane);
   // Layouts of Triton may have several warps write the same value to one place: not reported.
-  static bool same_value(Cta* t, u32 b, u32 off, u32 size, const u8* data);
+  bool same_value(u32 b, u32 off, u32 size, const u8* data) const;
   // Agent `as` writes on behalf of `w`, whose clock orders the write.
-  void mark_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, u32 as, u32 clock, bool async_proxy,
-                  const u8* data = nullptr);
-  void shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, const u8* data = nullptr);
-  // A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc`, those
-  // of the generic proxy also by `pvc`.
-  void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
-                  const Clock& vc, const Clock& pvc);
+  void mark_write(Warp& w, const Inst& in, u32 off, u32 size, int lane, u32 as, u32 clock, const u8* data = nullptr);
+  void shared_write(Warp& w, const Inst& in, u32 off, u32 size, int lane, const u8* data = nullptr);
+  // A read by wgmma. Writes have to be ordered before it by `vc` and by `pvc`.
+  void async_read(Warp& w, const Inst& in, u32 off, u32 size, u32 clock, const Clock& vc, const Clock& pvc);
   // Agents that acquire `vc` and `pvc` later are ordered after the work of `w` before the release.
   void release(Warp& w, Clock& vc, Clock& pvc);
   void acquire(Warp& w, const Clock& vc, const Clock& pvc);
 
   // The rest
   void step(Warp& w);
-  void run_cluster(const u32* first);
-  void land_one();
-  void wake_barrier(Cta& t, int id);
-  void retire(Warp& w, u32 mask);
-  void land_copies(Warp& w, u32 lanes, u32 keep_groups, bool all);
+  void run_cta(u64 number);
+  void wake_barrier(int id);
   void land(Warp& w, Copy& k);
-  void finish_wgmma(Warp& w, u32 up_to_group);
-  void arrive(Warp* w, Cta* t, u32 off, u32 n, i64 tx, const Inst& in, const Warp& by);
   void compute_wgmma(Warp& w, WgOp& g);
-  void complete_if_ready(MBar& b);
-  void wake_mbar(Cta* t, u32 off);
 };
 
 inline string Machine::where(const Warp& w, const Inst& in, int lane) {
-  string t = fmt("kernel %s, PTX line %u, CTA (%u,%u,%u), warp %d", kernel.name.c_str(), in.line, w.cta->id[0],
-                 w.cta->id[1], w.cta->id[2], w.id);
+  string t = fmt("kernel %s, PTX line %u, CTA (%u,%u,%u), warp %d", kernel.name.c_str(), in.line, cta.id[0], cta.id[1],
+                 cta.id[2], w.id);
   if (lane >= 0) t += fmt(", thread %d", w.id * 32 + lane);
   string l = m.lines[in.line - 1];
   l.erase(0, l.find_first_not_of(" \t"));

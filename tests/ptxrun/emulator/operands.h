@@ -19,17 +19,12 @@ struct Operands : Lexer {
 
   using Lexer::Lexer;
 
-  const u64* broadcast(u64 v) {
-    m.imms.emplace_back();
-    m.imms.back().fill(v);
-    return m.imms.back().data();
-  }
-
   Op immediate(i64 v) {
     Op o;
     o.k = IMM;
     o.off = v;
-    o.bc = broadcast((u64)v);
+    m.imms.emplace_back().fill((u64)v);
+    o.bc = m.imms.back().data();
     return o;
   }
 
@@ -51,63 +46,12 @@ struct Operands : Lexer {
   }
 
   int sreg(const string& n) {
-    static const std::unordered_map<string, int> t = {{"%tid.x", TID_X},
-                                                      {"%tid.y", TID_Y},
-                                                      {"%tid.z", TID_Z},
-                                                      {"%ntid.x", NTID_X},
-                                                      {"%ntid.y", NTID_Y},
-                                                      {"%ntid.z", NTID_Z},
-                                                      {"%ctaid.x", CTAID_X},
-                                                      {"%ctaid.y", CTAID_Y},
-                                                      {"%ctaid.z", CTAID_Z},
-                                                      {"%nctaid.x", NCTAID_X},
-                                                      {"%nctaid.y", NCTAID_Y},
-                                                      {"%nctaid.z", NCTAID_Z},
-                                                      {"%laneid", LANEID},
-                                                      {"%warpid", WARPID},
-                                                      {"%nwarpid", NWARPID},
-                                                      {"%smid", SMID},
-                                                      {"%nsmid", NSMID},
-                                                      {"%gridid", GRIDID},
-                                                      {"%clock", CLOCK},
-                                                      {"%clock64", CLOCK64},
-                                                      {"%globaltimer", GLOBALTIMER},
-                                                      {"%globaltimer_lo", GLOBALTIMER_LO},
-                                                      {"%globaltimer_hi", GLOBALTIMER_HI},
-                                                      {"%lanemask_eq", LM_EQ},
-                                                      {"%lanemask_le", LM_LE},
-                                                      {"%lanemask_lt", LM_LT},
-                                                      {"%lanemask_ge", LM_GE},
-                                                      {"%lanemask_gt", LM_GT},
-                                                      {"%dynamic_smem_size", DYN_SMEM},
-                                                      {"%total_smem_size", TOTAL_SMEM},
-                                                      {"%clusterid.x", CL_ID_X},
-                                                      {"%clusterid.y", CL_ID_Y},
-                                                      {"%clusterid.z", CL_ID_Z},
-                                                      {"%nclusterid.x", NCL_X},
-                                                      {"%nclusterid.y", NCL_Y},
-                                                      {"%nclusterid.z", NCL_Z},
-                                                      {"%cluster_ctaid.x", CL_CTAID_X},
-                                                      {"%cluster_ctaid.y", CL_CTAID_Y},
-                                                      {"%cluster_ctaid.z", CL_CTAID_Z},
-                                                      {"%cluster_nctaid.x", CL_NCTAID_X},
-                                                      {"%cluster_nctaid.y", CL_NCTAID_Y},
-                                                      {"%cluster_nctaid.z", CL_NCTAID_Z},
-                                                      {"%cluster_ctarank", CL_CTARANK},
-                                                      {"%cluster_nctarank", CL_NCTARANK},
-                                                      {"%is_explicit_cluster", IS_EXPLICIT_CLUSTER}};
+    static const std::unordered_map<string, int> t = {
+        {"%tid.x", TID_X},       {"%ntid.x", NTID_X},     {"%ctaid.x", CTAID_X},
+        {"%ctaid.y", CTAID_Y},   {"%ctaid.z", CTAID_Z},   {"%nctaid.x", NCTAID_X},
+        {"%nctaid.y", NCTAID_Y}, {"%nctaid.z", NCTAID_Z}, {"%laneid", LANEID}};
     auto i = t.find(n);
     return i == t.end() ? -1 : i->second;
-  }
-
-  Op address_of(const Var& v, i64 off) {
-    Op o;
-    o.k = IMM;
-    o.space = v.space;
-    o.off = (i64)v.address + off;
-    o.bc = broadcast((u64)o.off);
-    if (v.dynamic) m.dynamic_imms.push_back({&m.imms.back(), off});
-    return o;
   }
 
   Op operand() {
@@ -127,36 +71,22 @@ struct Operands : Lexer {
       return o;
     }
     if (eat('[')) {
-      Op b = operand();
-      i64 off = 0;
-      for (;;) {
-        if (!eat('+') && !peek('-')) break;
-        off += integer();
-      }
       o.k = MEM;
-      o.off = off;
-      o.space = b.space;
-      o.v.push_back(b);
-      while (eat(',')) o.v.push_back(operand());
+      o.v.push_back(operand());
+      while (eat('+') || peek('-')) o.off += integer();
       need(']');
       return o;
     }
-    bool neg = false;
-    if (eat('-')) neg = true;
+    bool neg = eat('-'), is_float;
     blank();
     size_t save = p;
     string w = word();
     i64 v;
-    bool db;
-    double d;
-    if (number(w, v, db, d)) {
-      if (db) {
-        o.k = IMM;
-        o.literal = true;
-        o.off = (i64)std::bit_cast<u64>(neg ? -d : d);
-        return o;
-      }
-      return immediate(neg ? -v : v);
+    if (number(w, v, is_float)) {
+      if (!is_float) return immediate(neg ? -v : v);
+      o.k = IMM;
+      o.off = neg ? v ^ 0x80000000 : v;
+      return o;
     }
     if (neg) fail("a minus before a name");
     if (w == "_") return o;
@@ -164,7 +94,7 @@ struct Operands : Lexer {
     if (r >= 0) {
       o.k = REG;
       o.r = r;
-      o.width = f->reg_width[r - f->regs0];
+      o.width = f->reg_width[r];
       return o;
     }
     int sr = sreg(w);
@@ -173,33 +103,17 @@ struct Operands : Lexer {
       o.r = sr;
       return o;
     }
-    if (w == "WARP_SZ") return immediate(32);
-    if (w == "%nctaid" || w == "%tid" || w == "%ntid" || w == "%ctaid") fail("a vector special register");
     p = save;
     w = name();
-    i64 off = 0;
-    if (w == "generic") {
-      need('(');
-      w = name();
-      need(')');
-    }
     if (const Var* x = variable(w)) {
-      if (peek('+')) {
-        p++;
-        off = integer();
-      }
-      return address_of(*x, off);
-    }
-    auto fi = m.func_index.find(w);
-    if (fi != m.func_index.end()) {
-      o.k = FUNC;
-      o.r = fi->second;
+      i64 off = eat('+') ? integer() : 0;
+      o = immediate((i64)x->address + off);
+      if (x->dynamic) m.dynamic_imms.push_back({&m.imms.back(), off});
       return o;
     }
     o.k = LABEL;
-    o.r = -1;
+    o.off = (i64)label_names.size();
     label_names.push_back({w, path});
-    o.off = (i64)label_names.size() - 1;
     return o;
   }
 };

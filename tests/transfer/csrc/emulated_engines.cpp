@@ -2,8 +2,7 @@
 // with streams and events that are queues. `play` carries out what was enqueued in some order that CUDA allows:
 // streams take turns at random, copies of a batch and warps of a kernel come in any order.
 //
-// Other code may carry out the kernels (`carry_out_kernels`): tests/ptxrun executes those that nvcc compiled. Missing
-// waits and calls that fail are the subject of tests/emulated_cuda.
+// The kernels that nvcc compiled, missing waits and calls that fail are the subject of tests/emulated_cuda.
 
 #include <algorithm>
 #include <cstdint>
@@ -29,10 +28,7 @@ struct Step {
   bool waits = false;
 };
 
-using Kernel = void (*)(const kvpool::KernelJob*, const kvpool::Transfer*);
-
 struct Machine {
-  Kernel kernel = nullptr;  // carries out kernels in place of this file
   std::map<int64_t, std::deque<Step>> queues;
   std::map<int64_t, int64_t> recorded, reached;  // generations by event
   int64_t next_id = 1000;
@@ -50,10 +46,6 @@ struct EmulatedSteps {
   void run(const kvpool::KernelJob& job, const kvpool::Transfer& transfer, Stream stream) {
     // As at a launch, arguments are copied now, but not the memory that they point to.
     enqueue(stream, [job, transfer] {
-      if (machine.kernel != nullptr) {
-        machine.kernel(&job, &transfer);
-        return;
-      }
       // Not a power of two, so that chunks of the emulated warps end anywhere.
       std::vector<int64_t> workers(37);
       for (size_t i = 0; i < workers.size(); ++i) workers[i] = static_cast<int64_t>(i);
@@ -160,9 +152,6 @@ int64_t play(int64_t seed) {
   }
 }
 
-// Kernels from now on are calls of the function at an address; 0: this file carries them out.
-void carry_out_kernels(int64_t address) { machine.kernel = reinterpret_cast<Kernel>(address); }
-
 // Forget what a test that failed has left.
 void forget() { machine.queues.clear(); }
 
@@ -183,6 +172,5 @@ int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, in
 #define BIND(name, ...) TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, (__VA_ARGS__));
 KVPOOL_ENGINE_CALLS(EmulatedSteps, BIND)
 BIND(play, play)
-BIND(carry_out_kernels, carry_out_kernels)
 BIND(forget, forget)
 BIND(count_copies, count_copies)

@@ -1,9 +1,9 @@
-"""Runs the kernels of `mla_decode` in Triton's interpreter, on CPU tensors."""
+"""Runs the kernels of `mla_decode` with any tile and number of splits, on CPU tensors."""
 
 import torch
 
 from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.decode_config import DecodeConfig, partial_elements, tile_config
+from sgl_kvpool.attention.decode_config import DecodeConfig, partial_elements
 from sgl_kvpool.attention.decode_launch import launch
 from sgl_kvpool.codec import checks
 
@@ -15,17 +15,14 @@ def run(
     out=None,
     out_dtype=torch.float32,
     poison=float("nan"),
-    tile=None,
     partial=None,
+    *,
+    tile,
 ):
-    """(out, lse) of the kernels for a number of splits; the workspace, `partial` if given, is poisoned.
-
-    `tile` is by default the table's tile for the Triton kernel.
-    """
+    """(out, lse) of the kernels for a number of splits; the workspace, `partial` if given, is poisoned."""
     q, q_rope = decode_checks.queries(case.q, case.options.get("q_rope"), case.pool, case.fmt)
     decode_checks.kernel_limits(case.pool, case.fmt)
     tokens, heads, rank = q.shape
-    tile = tile or tile_config(case.fmt.layout, heads * case.queries_per_list, "triton")
     tiles = -(-heads * case.queries_per_list // tile.query_heads)
     config = DecodeConfig(tile, tiles, splits, min_blocks)
     if partial is None:
