@@ -6,6 +6,7 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from pools import device_pool
 from test_cuda_backend_gpu import DEVICE, PLACED_LAYOUTS, RANK, ROPE, published_on_cuda  # noqa: F401
 
 pytestmark = [
@@ -27,15 +28,8 @@ def bytes_of(caches, layer_id):
 def test_the_view_of_a_pool_has_the_rows_that_were_written(layout, arrangement):
     from sgl_kvpool.connectors.allocation import copy_pages
     from sgl_kvpool.connectors.pools import describe
-    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-    from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
-    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-    pool = LayoutMLATokenToKVPool(
-        size=(PAGES - 1) * PAGE, page_size=PAGE, dtype=dtype, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
-        layer_num=LAYERS, device=DEVICE, enable_memory_saver=False, start_layer=FIRST,
-        options=PoolOptions(layout, arrangement=arrangement),
-    )  # fmt: skip
+    pool = device_pool(layout, arrangement, PAGE, PAGES, LAYERS, start_layer=FIRST, device=DEVICE)
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(EMPTY)
     expected = np.full((LAYERS, PAGES, PAGE, oracle.ROW_BYTES[layout]), EMPTY, np.uint8)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import quick
+from pools import device_pool
 from test_host_attention import oracle_attention
 
 pytestmark = [
@@ -47,15 +48,9 @@ class Case:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-        from sgl_kvpool.srt.pool.row_pool import PoolOptions
-
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
-        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-        size = 16 * PAGE
-        chosen = PoolOptions(layout, arrangement=arrangement, **options)
-        self.pool = LayoutMLATokenToKVPool(
-            size, page_size, dtype, RANK, ROPE, 3, DEVICE, False, 0, 2, options=chosen
+        self.pool = device_pool(
+            layout, arrangement, page_size, layers=3, size=16 * PAGE, start_layer=0, device=DEVICE, **options
         )
         for tensor in self.pool.kv_buffer:
             tensor.view(torch.uint8).fill_(0xFF)
