@@ -19,115 +19,45 @@ BLOCK = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
 FP4 = MLAKVCacheLayout.FP4
 FP4_FP8 = MLAKVCacheLayout.FP4_NOPE_FP8_ROPE
 
-# (layout, R, P): segments (name, encoding, count, first byte, end byte), payload, row bytes at 16
-TABLE = {
-    (BF16, 128, 0): ([("nope", "bf16", 128, 0, 256)], 256, 256),
-    (BF16, 128, 64): ([("nope", "bf16", 128, 0, 256), ("rope", "bf16", 64, 256, 384)], 384, 384),
-    (BF16, 256, 0): ([("nope", "bf16", 256, 0, 512)], 512, 512),
-    (BF16, 256, 64): ([("nope", "bf16", 256, 0, 512), ("rope", "bf16", 64, 512, 640)], 640, 640),
-    (BF16, 512, 0): ([("nope", "bf16", 512, 0, 1024)], 1024, 1024),
-    (BF16, 512, 64): (
-        [("nope", "bf16", 512, 0, 1024), ("rope", "bf16", 64, 1024, 1152)],
-        1152,
-        1152,
-    ),
-    (FP8, 128, 0): ([("nope", "e4m3", 128, 0, 128)], 128, 128),
-    (FP8, 128, 64): ([("nope", "e4m3", 128, 0, 128), ("rope", "e4m3", 64, 128, 192)], 192, 192),
-    (FP8, 256, 0): ([("nope", "e4m3", 256, 0, 256)], 256, 256),
-    (FP8, 256, 64): ([("nope", "e4m3", 256, 0, 256), ("rope", "e4m3", 64, 256, 320)], 320, 320),
-    (FP8, 512, 0): ([("nope", "e4m3", 512, 0, 512)], 512, 512),
-    (FP8, 512, 64): ([("nope", "e4m3", 512, 0, 512), ("rope", "e4m3", 64, 512, 576)], 576, 576),
-    (BLOCK, 128, 0): ([("nope", "e4m3", 128, 0, 128), ("scale", "fp32", 1, 128, 132)], 132, 144),
-    (BLOCK, 128, 64): (
-        [
-            ("nope", "e4m3", 128, 0, 128),
-            ("scale", "fp32", 1, 128, 132),
-            ("rope", "bf16", 64, 132, 260),
-        ],
-        260,
-        272,
-    ),
-    (BLOCK, 256, 0): ([("nope", "e4m3", 256, 0, 256), ("scale", "fp32", 2, 256, 264)], 264, 272),
-    (BLOCK, 256, 64): (
-        [
-            ("nope", "e4m3", 256, 0, 256),
-            ("scale", "fp32", 2, 256, 264),
-            ("rope", "bf16", 64, 264, 392),
-        ],
-        392,
-        400,
-    ),
-    (BLOCK, 512, 0): ([("nope", "e4m3", 512, 0, 512), ("scale", "fp32", 4, 512, 528)], 528, 528),
-    (BLOCK, 512, 64): (
-        [
-            ("nope", "e4m3", 512, 0, 512),
-            ("scale", "fp32", 4, 512, 528),
-            ("rope", "bf16", 64, 528, 656),
-        ],
-        656,
-        656,
-    ),
-    (FP4, 128, 0): ([("nope", "e2m1", 128, 0, 64), ("scale", "ue5m3", 8, 64, 72)], 72, 80),
-    (FP4, 128, 64): (
-        [
-            ("nope", "e2m1", 128, 0, 64),
-            ("scale", "ue5m3", 8, 64, 72),
-            ("rope", "bf16", 64, 72, 200),
-        ],
-        200,
-        208,
-    ),
-    (FP4, 256, 0): ([("nope", "e2m1", 256, 0, 128), ("scale", "ue5m3", 16, 128, 144)], 144, 144),
-    (FP4, 256, 64): (
-        [
-            ("nope", "e2m1", 256, 0, 128),
-            ("scale", "ue5m3", 16, 128, 144),
-            ("rope", "bf16", 64, 144, 272),
-        ],
-        272,
-        272,
-    ),
-    (FP4, 512, 0): ([("nope", "e2m1", 512, 0, 256), ("scale", "ue5m3", 32, 256, 288)], 288, 288),
-    (FP4, 512, 64): (
-        [
-            ("nope", "e2m1", 512, 0, 256),
-            ("scale", "ue5m3", 32, 256, 288),
-            ("rope", "bf16", 64, 288, 416),
-        ],
-        416,
-        416,
-    ),
-    (FP4_FP8, 128, 0): ([("nope", "e2m1", 128, 0, 64), ("scale", "ue5m3", 8, 64, 72)], 72, 80),
-    (FP4_FP8, 128, 64): (
-        [
-            ("nope", "e2m1", 128, 0, 64),
-            ("scale", "ue5m3", 8, 64, 72),
-            ("rope", "e4m3", 64, 72, 136),
-        ],
-        136,
-        144,
-    ),
-    (FP4_FP8, 256, 0): ([("nope", "e2m1", 256, 0, 128), ("scale", "ue5m3", 16, 128, 144)], 144, 144),
-    (FP4_FP8, 256, 64): (
-        [
-            ("nope", "e2m1", 256, 0, 128),
-            ("scale", "ue5m3", 16, 128, 144),
-            ("rope", "e4m3", 64, 144, 208),
-        ],
-        208,
-        208,
-    ),
-    (FP4_FP8, 512, 0): ([("nope", "e2m1", 512, 0, 256), ("scale", "ue5m3", 32, 256, 288)], 288, 288),
-    (FP4_FP8, 512, 64): (
-        [
-            ("nope", "e2m1", 512, 0, 256),
-            ("scale", "ue5m3", 32, 256, 288),
-            ("rope", "e4m3", 64, 288, 352),
-        ],
-        352,
-        352,
-    ),
-}
+#: Layout, R, P | segments: name, encoding, count, first byte, end byte | payload, row bytes at 16.
+ROWS = """
+bf16            128  0 | nope bf16 128 0 256 | 256 256
+bf16            128 64 | nope bf16 128 0 256 | rope bf16 64 256 384 | 384 384
+bf16            256  0 | nope bf16 256 0 512 | 512 512
+bf16            256 64 | nope bf16 256 0 512 | rope bf16 64 512 640 | 640 640
+bf16            512  0 | nope bf16 512 0 1024 | 1024 1024
+bf16            512 64 | nope bf16 512 0 1024 | rope bf16 64 1024 1152 | 1152 1152
+fp8             128  0 | nope e4m3 128 0 128 | 128 128
+fp8             128 64 | nope e4m3 128 0 128 | rope e4m3 64 128 192 | 192 192
+fp8             256  0 | nope e4m3 256 0 256 | 256 256
+fp8             256 64 | nope e4m3 256 0 256 | rope e4m3 64 256 320 | 320 320
+fp8             512  0 | nope e4m3 512 0 512 | 512 512
+fp8             512 64 | nope e4m3 512 0 512 | rope e4m3 64 512 576 | 576 576
+fp8_block_scale 128  0 | nope e4m3 128 0 128 | scale fp32 1 128 132 | 132 144
+fp8_block_scale 128 64 | nope e4m3 128 0 128 | scale fp32 1 128 132 | rope bf16 64 132 260 | 260 272
+fp8_block_scale 256  0 | nope e4m3 256 0 256 | scale fp32 2 256 264 | 264 272
+fp8_block_scale 256 64 | nope e4m3 256 0 256 | scale fp32 2 256 264 | rope bf16 64 264 392 | 392 400
+fp8_block_scale 512  0 | nope e4m3 512 0 512 | scale fp32 4 512 528 | 528 528
+fp8_block_scale 512 64 | nope e4m3 512 0 512 | scale fp32 4 512 528 | rope bf16 64 528 656 | 656 656
+fp4             128  0 | nope e2m1 128 0 64 | scale ue5m3 8 64 72 | 72 80
+fp4             128 64 | nope e2m1 128 0 64 | scale ue5m3 8 64 72 | rope bf16 64 72 200 | 200 208
+fp4             256  0 | nope e2m1 256 0 128 | scale ue5m3 16 128 144 | 144 144
+fp4             256 64 | nope e2m1 256 0 128 | scale ue5m3 16 128 144 | rope bf16 64 144 272 | 272 272
+fp4             512  0 | nope e2m1 512 0 256 | scale ue5m3 32 256 288 | 288 288
+fp4             512 64 | nope e2m1 512 0 256 | scale ue5m3 32 256 288 | rope bf16 64 288 416 | 416 416
+fp4_fp8_rope    128  0 | nope e2m1 128 0 64 | scale ue5m3 8 64 72 | 72 80
+fp4_fp8_rope    128 64 | nope e2m1 128 0 64 | scale ue5m3 8 64 72 | rope e4m3 64 72 136 | 136 144
+fp4_fp8_rope    256  0 | nope e2m1 256 0 128 | scale ue5m3 16 128 144 | 144 144
+fp4_fp8_rope    256 64 | nope e2m1 256 0 128 | scale ue5m3 16 128 144 | rope e4m3 64 144 208 | 208 208
+fp4_fp8_rope    512  0 | nope e2m1 512 0 256 | scale ue5m3 32 256 288 | 288 288
+fp4_fp8_rope    512 64 | nope e2m1 512 0 256 | scale ue5m3 32 256 288 | rope e4m3 64 288 352 | 352 352
+"""
+#: (layout, R, P): segments, payload, row bytes.
+TABLE = {}
+for line in ROWS.strip().splitlines():
+    (layout, *geometry), *segments, sizes = (cell.split() for cell in line.split("|"))
+    segments = [(name, encoding, *map(int, numbers)) for name, encoding, *numbers in segments]
+    TABLE[MLAKVCacheLayout(layout), *map(int, geometry)] = segments, *map(int, sizes)
 
 
 @pytest.mark.parametrize(("layout", "rank", "rope"), TABLE, ids=lambda value: str(value))
