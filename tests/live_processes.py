@@ -1,5 +1,8 @@
 """Processes that still run, as tests ask for them."""
 
+import os
+import time
+
 import psutil
 
 
@@ -9,3 +12,21 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def ended(pid: int, seconds: float = 5.0) -> bool:
+    """Whether a process ends within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def naming(text: str) -> list[str]:
+    """Command lines of other living processes that hold a text."""
+    found = [
+        " ".join(one.info["cmdline"] or ())
+        for one in psutil.process_iter(["cmdline"])
+        if one.pid != os.getpid()
+    ]
+    return [words for words in found if text in words]

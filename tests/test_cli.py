@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from codec_oracle import ROW_BYTES
-from live_processes import alive
+from live_processes import ended
 
 from sgl_kvpool.cli import main
 
@@ -23,16 +23,28 @@ def test_layouts(capsys):
     assert "12 zero bytes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rank", ["0", "-128", "100"])
-def test_bad_geometry(rank, capsys):
-    assert main(["layouts", f"--kv-lora-rank={rank}"]) == 2
-    assert f"kv_lora_rank={rank} is not a positive multiple of 128" in capsys.readouterr().err
-
-
-def test_unknown_layouts_of_the_demo(capsys):
-    with pytest.raises(SystemExit):
-        main(["demo", "--layouts", "fp4,int2"])
-    assert "unknown KV cache layout 'int2'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *((["layouts", f"--kv-lora-rank={n}"], f"kv_lora_rank={n} is not a positive multiple of 128")
+          for n in (0, -128, 100)),
+        (["demo", "--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
+        *((["demo", "--model", "bytes", "--print-command", "--port", port], "from 1 to 65535")
+          for port in ("0", "65536", "-1", "x", "", "1e3", "\u0663")),
+        (["demo", "--port", "31234"], "Add --print-command, or leave --port out"),
+        # Before a server starts.
+        (["demo", "--model", "bytes", "--out", "{file}"], "is a file; name a folder with --out"),
+    ],
+)  # fmt: skip
+def test_refusals(capsys, tmp_path, words, said):
+    file = tmp_path / "file"
+    file.write_text("x")
+    try:
+        status = main([word.format(file=file) for word in words])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["bytes", pytest.param("smollm2", marks=pytest.mark.slow)])
@@ -75,24 +87,6 @@ def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypat
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 2
     assert "SGLANG_PLUGINS='another' keeps SGLang from loading sgl_kvpool" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "", "1e3", "\u0663"])
-def test_invalid_ports_are_refused(capsys, port):
-    with pytest.raises(SystemExit):
-        main(["demo", "--model", "bytes", "--print-command", "--port", port])
-    assert "from 1 to 65535" in capsys.readouterr().err
-
-
-def test_a_port_without_a_command_to_print(capsys):
-    assert main(["demo", "--port", "31234"]) == 2
-    assert "Add --print-command, or leave --port out" in capsys.readouterr().err
-
-
-def test_results_cannot_be_written_is_known_before_a_server_starts(capsys, tmp_path):
-    (tmp_path / "file").write_text("x")
-    assert main(["demo", "--model", "bytes", "--out", str(tmp_path / "file")]) == 2
-    assert "is a file; name a folder with --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -245,7 +239,4 @@ def test_two_interrupts_leave_no_server(tmp_path):
     time.sleep(1)
     holder.send_signal(signal.SIGINT)
     holder.wait(timeout=30)
-    deadline = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    assert all(ended(pid, 10) for pid in pids)

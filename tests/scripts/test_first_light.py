@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import time
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+from live_processes import naming
+from step_cases import GOOD, good, measured, step
 
 from scripts.bench.measurements import measurements as of_benchmark
 from scripts.bench.tiles import tile_table
@@ -26,7 +25,6 @@ from sgl_kvpool.attention.decode_config import TileConfig
 #: A machine with a GPU, torch and what tests need, without SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
-GOOD = Measurement("answer", 42.0, "s", "fact")
 
 # ------------------------------------------------------------------------------------------- steps
 
@@ -75,24 +73,8 @@ def test_refusals(argv, why, capsys):
 # --------------------------------------------------------------------------------------- the folder
 
 
-def step(name, code, *, limit_s=30.0, **more):
-    """A step that runs Python code, in which `folder` is its folder."""
-    text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
-    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, measurements, **more)
-
-
-def good(name, **more):
-    """A step that writes a measurement and counts its runs."""
-    line = json.dumps(asdict(GOOD)) + "\n"
-    code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
-    return step(name, code, **more)
-
-
-def bad(name, **more):
-    """A step that writes a measurement beyond its limit and counts its runs."""
-    line = json.dumps(asdict(Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0))) + "\n"
-    code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
-    return step(name, code, **more)
+#: Beyond its limit.
+WRONG = Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0)
 
 
 def go(out, *steps, minutes=5.0, facts=FACTS):
@@ -121,7 +103,7 @@ def test_steps_that_fail_hang_or_are_missing(tmp_path):
         good("good"),
         step("crashes", "import os; os.kill(os.getpid(), 11)"),
         step("hangs", "import time; time.sleep(600)", limit_s=1.0),
-        bad("wrong"),
+        good("wrong", WRONG),
         step(
             "garbage",
             "(folder / 'measurements.jsonl').write_text('{')\n(folder / 'results.json').write_text('{')",
@@ -160,12 +142,7 @@ def test_steps_cut_off_or_skipped_for_time_are_run_the_next_time(tmp_path):
 
 
 def test_a_step_that_was_cut_short_keeps_what_it_found_when_the_next_run_has_no_time(tmp_path):
-    line = json.dumps(asdict(GOOD)) + "\n"
-    slow = step(
-        "slow",
-        f"(folder / 'measurements.jsonl').write_text({line!r})\nimport time; time.sleep(600)",
-        limit_s=6.0,
-    )
+    slow = step("slow", measured(GOOD) + "; import time; time.sleep(600)", limit_s=6.0)
     go(tmp_path, slow)
     _, found = go(tmp_path, slow, minutes=1e-9)
     assert statuses(found) == {"slow": "timed out"}
@@ -214,18 +191,6 @@ def start(out, *argv):
     )  # fmt: skip
 
 
-def processes_of(out):
-    """Ids of living processes whose command line names a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(out).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # it has ended since
-            continue
-    return found
-
-
 def test_a_killed_run_is_continued(tmp_path):
     """The real command: valid files and no process remain, and what was measured is not measured again."""
     out = tmp_path / "out"
@@ -239,10 +204,10 @@ def test_a_killed_run_is_continued(tmp_path):
     process.kill()
     process.communicate(timeout=120)
     for _ in range(200):
-        if not processes_of(out):
+        if not naming(str(out)):
             break
         time.sleep(0.1)
-    assert not processes_of(out)
+    assert not naming(str(out))
     cut = found_in(out)
     assert statuses(cut)["transfer-quick"] == "missing"
     again = start(out, *ARGV[:5])  # without transfers, which take long

@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from live_processes import naming
 
 from scripts.kit.environment import ROOT
 from scripts.kit.records import read_run, write_lines
@@ -45,20 +45,7 @@ def test_interrupted(tmp_path, number):
     assert found.is_complete
     assert len(found.steps["codec-quick"].measurements) > 20
     assert f"interrupted by {number.name}" in printed
-    assert not _running(str(out))
-
-
-def _running(text):
-    """Command lines of living processes that hold a text."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace")
-        except OSError:  # it has ended since
-            continue
-        if text in words and path.parent.name != str(os.getpid()):
-            found.append(words.replace("\0", " "))
-    return found
+    assert not naming(str(out))
 
 
 def test_run_and_compare(tmp_path):

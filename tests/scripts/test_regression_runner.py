@@ -1,16 +1,14 @@
 """Steps as real processes: those that hang, fail, print garbage, are killed, or leave servers behind."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
-import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+from live_processes import ended
+from step_cases import GOOD, good, measured, step
 
 from scripts.kit import processes
 from scripts.kit.environment import Machine
@@ -19,19 +17,7 @@ from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
 from scripts.servers.server_steps import measurements
 
 MACHINE = Machine(modules=frozenset({"numpy"}))
-GOOD = Measurement("answer", 42.0, "s", "fact")
-UNMEASURED = json.dumps(asdict(Measurement("answer", None, "s", "fact", note="not run: no time left")))
-
-
-def step(name, code, *, limit_s=20.0, parse=measurements, **more):
-    """A step that runs Python code, in which `folder` is its folder."""
-    text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
-    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, parse, **more)
-
-
-def good(name, **more):
-    line = json.dumps(asdict(GOOD))
-    return step(name, f"(folder / 'measurements.jsonl').write_text({line!r} + chr(10))", **more)
+UNMEASURED = Measurement("answer", None, "s", "fact", note="not run: no time left")
 
 
 @pytest.fixture
@@ -46,27 +32,15 @@ def run(tmp_path, monkeypatch):
         def say(text):
             go.said += text
 
-        def ended(record):
+        def keep(record):
             found[record.name] = record
 
         go.records = found
-        returned = run_steps(steps, MACHINE, tmp_path, ended=ended, say=say, **more)
+        returned = run_steps(steps, MACHINE, tmp_path, ended=keep, say=say, **more)
         assert [record.name for record in returned] == [one.name for one in steps] == list(found)
         return found
 
     return go
-
-
-def gone(pid):
-    """Whether a process ended, waiting a little."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_one_bad_step_does_not_stop_the_others(run):
@@ -75,7 +49,7 @@ def test_one_bad_step_does_not_stop_the_others(run):
         step("garbage", "(folder / 'measurements.jsonl').write_text('{\"metric\": \\n')"),
         step("silent", "pass"),
         step("empty", "(folder / 'measurements.jsonl').write_text('')"),
-        step("unmeasured", f"(folder / 'measurements.jsonl').write_text({UNMEASURED!r} + chr(10))"),
+        good("unmeasured", UNMEASURED),
         step("needs no measurement", "pass", parse=None),
         step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         step("hangs", "import time; time.sleep(600)", limit_s=1.0),
@@ -118,29 +92,17 @@ def test_invalid_measurements_fail_the_step(run, line, why):
 
 
 def test_a_metric_measured_twice_is_no_result(run):
-    text = (json.dumps(asdict(GOOD)) + "\n") * 2
-    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({text!r})"))["one"]
+    found = run(step("one", measured(GOOD, times=2)))["one"]
     assert found.reason == "its results cannot be read: ValueError: 'answer' was measured twice"
 
 
 def test_what_was_measured_before_the_end_is_kept(run):
-    line = json.dumps(asdict(GOOD))
-    found = run(
-        step(
-            "slow",
-            f"""
-            (folder / 'measurements.jsonl').write_text({line!r} + chr(10))
-            import time; time.sleep(600)
-            """,
-            limit_s=1.5,
-        )
-    )["slow"]
+    found = run(step("slow", measured(GOOD) + "; import time; time.sleep(600)", limit_s=1.5))["slow"]
     assert (found.status, found.measurements) == ("timed out", (GOOD,))
 
 
 def test_limits_fail_a_step(run):
-    bad = json.dumps(asdict(Measurement("distance", 0.4, "nats", "distance", "lower", at_most=0.25)))
-    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({bad!r} + chr(10))"))["one"]
+    found = run(good("one", Measurement("distance", 0.4, "nats", "distance", "lower", at_most=0.25)))["one"]
     assert (found.status, found.reason) == ("failed", "distance: 0.4 nats, limit at most 0.25")
 
 
@@ -163,7 +125,7 @@ def test_servers_of_a_step_end_with_it(run, tmp_path, how):
     found = run(step("one", f"{SERVER}\n    {how}\n", limit_s=4.0, parse=None))["one"]
     pids = (tmp_path / "steps" / "one" / "pids").read_text().split()
     assert len(pids) == 2
-    assert all(gone(int(pid)) for pid in pids)
+    assert all(ended(int(pid)) for pid in pids)
     assert found.is_bad
     if how == "sys.exit(0)":
         assert found.reason == "2 processes outlived it and were killed"
@@ -183,7 +145,7 @@ def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
     """
     found = run(step("one", code, parse=None))["one"]
     pid = (tmp_path / "steps" / "one" / "pids").read_text()
-    assert gone(int(pid))
+    assert ended(int(pid))
     assert found.reason == "1 processes outlived it and were killed"
 
 
@@ -205,7 +167,7 @@ def test_children_that_end_slowly_are_waited_for(run, tmp_path, monkeypatch, sec
         child.terminate()
     """
     found = run(step("one", code, parse=None))["one"]
-    assert gone(int((tmp_path / "steps" / "one" / "pid").read_text()))
+    assert ended(int((tmp_path / "steps" / "one" / "pid").read_text()))
     assert found.reason == ("" if seconds == 1 else "1 processes outlived it and were killed")
     assert found.status == ("ok" if seconds == 1 else "failed")
 
@@ -272,7 +234,7 @@ def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
     assert (run.records["slow"].status, run.records["slow"].reason) == ("interrupted", "by SIGTERM")
     assert run.records["after"].reason == "interrupted by SIGTERM"
     pids = (tmp_path / "steps" / "slow" / "pids").read_text().split()
-    assert all(gone(int(pid)) for pid in pids)
+    assert all(ended(int(pid)) for pid in pids)
     assert signal.getsignal(signal.SIGTERM) is before
 
 

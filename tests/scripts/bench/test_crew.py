@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from live_processes import alive
+from live_processes import alive, ended
 
 from scripts.kit.workers import run_jobs
 
@@ -121,11 +120,7 @@ run_jobs([sys.executable, {str(tmp_path / "worker.py")!r}], jobs, ended=print)
     assert alive(worker)
     program.kill()
     program.communicate()
-    for _ in range(100):
-        if not alive(worker):
-            break
-        time.sleep(0.05)
-    assert not alive(worker)
+    assert ended(worker)
 
 
 def test_a_broken_cuda_context_is_noticed(monkeypatch):

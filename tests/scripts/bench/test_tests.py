@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 
 import pytest
-from live_processes import alive
+from live_processes import ended
 
 from scripts.bench.measurements import measurements
 from scripts.bench.tests import PytestCases, in_order
@@ -224,11 +224,7 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
     process.communicate(timeout=60)
     assert outcomes(out) == {"test_some.py::test_quick": ("measured", "")}
     assert counts(out)["cases not reached"] == 2
-    for _ in range(100):
-        if not alive(int(pid.read_text())):
-            return
-        time.sleep(0.05)
-    pytest.fail("the worker lives on")
+    assert ended(int(pid.read_text()))
 
 
 def test_the_first_case_of_each_function_comes_first():

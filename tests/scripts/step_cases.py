@@ -1,0 +1,29 @@
+"""Steps that run a few lines of Python, for tests of what runs steps."""
+
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+
+from scripts.kit.records import Measurement
+from scripts.kit.runner import Step
+from scripts.servers.server_steps import measurements
+
+GOOD = Measurement("answer", 42.0, "s", "fact")
+
+
+def step(name, code, *, limit_s=30.0, parse=measurements, **more):
+    """A step that runs Python code, in which `folder` is its folder."""
+    text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
+    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, parse, **more)
+
+
+def measured(measurement, times=1):
+    """Code that writes a measurement."""
+    text = (json.dumps(asdict(measurement)) + "\n") * times
+    return f"(folder / 'measurements.jsonl').write_text({text!r})"
+
+
+def good(name, measurement=GOOD, **more):
+    """A step that writes a measurement and counts its runs."""
+    return step(name, measured(measurement) + "; (folder / 'ran').open('a').write('x')", **more)
