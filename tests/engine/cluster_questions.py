@@ -1,6 +1,6 @@
 """Servers of the demo's small model with pages of 64 tokens, with or without a store, and their prompts."""
 
-import os
+from programs import clean_environment
 
 from sgl_kvpool.demo.cluster.servers import (
     CACHED_PAGES,
@@ -17,15 +17,10 @@ TOKENS, PAGES, CACHED = PROMPT_TOKENS, CACHED_PAGES, CACHED_PAGES * PAGE_SIZE
 PROMPTS = prompts(6)
 
 
-def clean_environment():
-    """Changes to this process's environment: variables that tests set are empty; prefill reads rows."""
-    unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
-    return {**dict.fromkeys(unwanted, ""), "OMP_NUM_THREADS": "1", "KVPOOL_PREFILL_READS_ROWS": "1"}
-
-
 def server(folder, name, layout, *arguments, environment):
-    """A server that is not started yet."""
-    return small_server(layout, arguments, folder / f"{name}.log", {**clean_environment(), **environment})
+    """A server that is not started yet; prefill reads rows."""
+    environment = clean_environment(**{"KVPOOL_PREFILL_READS_ROWS": "1", **environment})
+    return small_server(layout, arguments, folder / f"{name}.log", environment)
 
 
 def with_store(folder, name, layout, environment, backend, *arguments):

@@ -13,8 +13,9 @@ import hybrid_model
 import hybrid_servers
 import psutil
 import ranked_servers
-from cluster_questions import PAGES, PROMPTS, clean_environment, failures, with_store
+from cluster_questions import PAGES, PROMPTS, failures, with_store
 from peer_servers import decode_server, prefill_server
+from programs import clean_environment, printed_by, python_path
 from tiny_model import PROMPTS as SHORT_PROMPTS
 
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
@@ -30,6 +31,7 @@ from sgl_kvpool.demo.cluster.servers import (
 from sgl_kvpool.demo.local_server import free_port, running
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
+HERE = Path(__file__).resolve().parent
 #: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
 FLUSH = "/flush_cache?timeout=30"
 
@@ -111,7 +113,6 @@ def hybrid_peers(_model_path, folder):
     """Prefill and decode servers of the hybrid model, and one server that does both."""
     folder.mkdir()
     model_path = hybrid_model.write(folder / "hybrid")
-    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 
     def server(name, *arguments):
         return Server(
@@ -122,10 +123,9 @@ def hybrid_peers(_model_path, folder):
             ],
             folder / f"{name}.log",
             {
-                **clean_environment(),
+                **clean_environment(KVPOOL_PREFILL_READS_ROWS="1", PYTHONPATH=python_path(HERE)),
                 **hybrid_servers.ENVIRONMENT,
                 **peer_environment(),
-                "PYTHONPATH": os.pathsep.join(paths),
             },
             program=hybrid_servers.PROGRAM,
         )
@@ -167,11 +167,9 @@ def routed(_model_path, folder):
 
 
 def demo_command(folder, *arguments):
-    """`sgl-kvpool demo --cluster`, not yet started: command and environment."""
-    env = {**os.environ, **clean_environment()}
-    env.pop("TRITON_INTERPRET", None)
+    """`sgl-kvpool demo --cluster`."""
     program = Path(sys.executable).parent / "sgl-kvpool"
-    return [program, "demo", "--cluster", "--out", folder / "results", *arguments], env
+    return [program, "demo", "--cluster", "--out", folder / "results", *arguments]
 
 
 def demo(_model_path, folder):
@@ -179,11 +177,9 @@ def demo(_model_path, folder):
     folder.mkdir()
     from sgl_kvpool.layout import MLAKVCacheLayout
 
-    command, env = demo_command(folder, "--layouts", ",".join(MLAKVCacheLayout))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    printed = printed_by(demo_command(folder, "--layouts", ",".join(MLAKVCacheLayout)), 1800)
     results = json.loads((folder / "results" / "cluster" / "cluster.json").read_text())
-    return {"printed": done.stdout, **results}
+    return {"printed": printed, **results}
 
 
 def interrupted(number):
@@ -191,14 +187,13 @@ def interrupted(number):
 
     def job(_model_path, folder):
         folder.mkdir()
-        command, env = demo_command(folder, "--layouts", "fp4")
         printed = folder / "printed"
         with printed.open("w") as output:
             process = subprocess.Popen(
-                command,
+                demo_command(folder, "--layouts", "fp4"),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=env,
+                env={**os.environ, **clean_environment()},
                 # A shell's background jobs, and what they start, ignore SIGINT.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )

@@ -30,6 +30,7 @@ import smollm2_server
 import soak_runs
 import store_servers
 import weight_servers
+from programs import clean_environment, printed_by, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.forks import Forks
@@ -47,6 +48,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 NOT_ON_CI = {"soak", "soak-broken"}
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
+MODELS = "sgl_kvpool.demo.models"
 LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 
@@ -111,13 +113,6 @@ FRESH = ("stock", *LAUNCHED)
 ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
 
 
-def clean_environment():
-    """Changes to this process's environment: KVPOOL variables are empty, and a server has one thread."""
-    drop = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
-    env = {k: None for k in os.environ if "KVPOOL" in k or k in drop}
-    return {**{k: "" for k in env if k != "TRITON_INTERPRET"}, "OMP_NUM_THREADS": "1"}
-
-
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
     import tiny_model
@@ -133,8 +128,8 @@ def serve(name, model_path, folder):
     arguments, environment = CONFIGURATIONS[name]
     arguments = [a.replace("{tmp}", str(folder)) for a in arguments]
     environment = {k: v.replace("{tmp}", str(folder)) for k, v in environment.items()}
-    if os.environ.get("PYTHONPATH") and "PYTHONPATH" in environment:
-        environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+    if "PYTHONPATH" in environment:
+        environment["PYTHONPATH"] = python_path(environment["PYTHONPATH"])
     has_host_tier = name in WITH_HOST_TIER
     layout = name.partition("-")[0]
     store = None
@@ -193,26 +188,14 @@ def serve(name, model_path, folder):
 def engines(model_path, folder):
     """Engines one after the other in one process: refused, with a layout, without; see engines_script.py."""
     folder.mkdir()
-    env = {**os.environ, **clean_environment()}
-    env.pop("TRITON_INTERPRET", None)
-    env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sgl_kvpool.demo.models"
-    done = subprocess.run(
-        [sys.executable, HERE / "engines_script.py", model_path],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=env,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("\n@@@")[2])
+    command = [sys.executable, HERE / "engines_script.py", model_path]
+    return json.loads(printed_by(command, 900, SGLANG_EXTERNAL_MODEL_PACKAGE=MODELS).rpartition("\n@@@")[2])
 
 
 def refused(model_path, folder):
     """A server whose scheduler finds too little memory for its host tier."""
     folder.mkdir()
-    env = {**os.environ, **clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("TRITON_INTERPRET", None)
-    env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sgl_kvpool.demo.models"
+    env = clean_environment(CUDA_VISIBLE_DEVICES="", SGLANG_EXTERNAL_MODEL_PACKAGE=MODELS)
     arguments = [*cpu_arguments(model_path, free_port()), LAYOUT, "fp4"]
     arguments += ["--enable-hierarchical-cache", "--hicache-size", str(10**6)]
     done = subprocess.run(
@@ -221,7 +204,7 @@ def refused(model_path, folder):
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
-        env=env,
+        env={**os.environ, **env},
     )
     return {"status": done.returncode, "log": done.stdout}
 
@@ -229,18 +212,9 @@ def refused(model_path, folder):
 def demo(model_path, folder):
     """The demo with its small model, for all layouts; what it prints, and demo.json."""
     folder.mkdir()
-    env = {**os.environ, **clean_environment()}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [Path(sys.executable).parent / "sgl-kvpool", "demo", "--model", "bytes", "--out", folder / "results"],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env=env,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    program = Path(sys.executable).parent / "sgl-kvpool"
     return {
-        "printed": done.stdout,
+        "printed": printed_by([program, "demo", "--model", "bytes", "--out", folder / "results"], 1800),
         "files": sorted(path.name for path in (folder / "results").iterdir()),
         **json.loads((folder / "results" / "demo.json").read_text()),
     }
@@ -251,26 +225,16 @@ def evaluated(model_path, folder):
     folder.mkdir()
     text = folder / "text.txt"
     text.write_text("".join(window.text for window in held_out_windows()[:3]))
-    env = {**os.environ, **clean_environment()}
-    env.pop("TRITON_INTERPRET", None)
     arguments = cpu_arguments(shipped_model_path(), 1)[4:]  # without model and port
     command = [sys.executable, "-m", "sgl_kvpool", "evaluate", "--model", shipped_model_path()]
     command += ["--text", text, "--windows", "5", "--window-tokens", "512", "--hidden-tokens", "1000"]
-    printed = []
-    for layouts, models in (("bf16,fp4", "sgl_kvpool.demo.models"), ("bf16,fp4_fp8_rope", "damaged_models")):
-        more = {
-            "SGLANG_EXTERNAL_MODEL_PACKAGE": models,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
-        }
-        done = subprocess.run(
-            [*command, "--layouts", layouts, "--out", folder / "results", "--", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=900,
-            env={**env, **more},
+    printed = [
+        printed_by(
+            [*command, "--layouts", layouts, "--out", folder / "results", "--", *arguments], 900,
+            SGLANG_EXTERNAL_MODEL_PACKAGE=models, PYTHONPATH=python_path(HERE),
         )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        printed.append(done.stdout)
+        for layouts, models in (("bf16,fp4", MODELS), ("bf16,fp4_fp8_rope", "damaged_models"))
+    ]  # fmt: skip
     return {
         "printed": printed,
         "files": sorted(path.name for path in (folder / "results").iterdir()),
@@ -286,7 +250,6 @@ def killed(model_path, folder):
     """The demo, whose scheduler is killed while it scores, as Linux does when memory is short."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
-    env.pop("TRITON_INTERPRET", None)
     command = [*BYTES_DEMO, "--out", folder / "results"]
     printed = folder / "printed"
     with printed.open("w") as output:
@@ -437,7 +400,6 @@ def record(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("servers")
     room = Room(SCHEDULERS_AT_ONCE)
     importing = {k: v for k, v in {**os.environ, **clean_environment()}.items() if v}
-    importing.pop("TRITON_INTERPRET", None)
     with suppress(ValueError):  # without Mooncake's libraries, its tests are skipped
         importing["LD_LIBRARY_PATH"] = library_path()
     with Forks(environment=importing) as Server.forks, ThreadPoolExecutor(2) as pool:

@@ -1,12 +1,12 @@
 """Servers of the hybrid model: what they are started with, and asked."""
 
-import os
 import sys
 from pathlib import Path
 
 import codec_oracle as oracle
 import host_tier_servers as host_tier
 import hybrid_model
+from programs import clean_environment, python_path
 from tiny_model import NEW_TOKENS, PROMPTS, TEXT
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -75,17 +75,10 @@ def serve(arguments=(), environment=None):
         folder.mkdir()
         model_path = hybrid_model.write(folder / "hybrid")
         log = folder / "server.log"
-        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
         with Server(
             [*cpu_arguments(model_path, free_port()), *ARGUMENTS, *arguments],
             log,
-            {
-                **dict.fromkeys(unwanted, ""),
-                **ENVIRONMENT,
-                "PYTHONPATH": os.pathsep.join(paths),
-                **(environment or {}),
-            },
+            clean_environment(**{**ENVIRONMENT, "PYTHONPATH": python_path(HERE), **(environment or {})}),
             program=PROGRAM,
         ) as server:
             answers = ask(server)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from cluster_questions import failures
+from programs import clean_environment
 from ranked_servers import FLUSH, environment, mappings
 from tiny_model import TEXT
 
@@ -178,7 +179,6 @@ def over_mooncake(model_path, folder):
     """A job of conftest's."""
     (folder / "faults").mkdir(parents=True)
     cores = sorted(os.sched_getaffinity(0))
-    unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
     log = folder / "server.log"
     arguments = [
         *cpu_arguments(model_path, free_port()),
@@ -190,9 +190,8 @@ def over_mooncake(model_path, folder):
         *("--admin-api-key", ADMIN),
     ]
     with MooncakeStore(folder) as store:
-        variables = {**dict.fromkeys(unwanted, ""), **environment(folder, (cores[0], cores[-1]))}
-        variables["ROWS_SEEN"] = str(folder)
-        with Server(arguments, log, {**variables, **store.environment}) as server:
+        variables = {**environment(folder, (cores[0], cores[-1])), "ROWS_SEEN": str(folder)}
+        with Server(arguments, log, clean_environment(**variables, **store.environment)) as server:
             answers = drive(server, store, folder)
     return {**answers, "log": log.read_text(errors="replace")}
 

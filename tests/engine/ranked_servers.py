@@ -9,6 +9,7 @@ from pathlib import Path
 import foreign_version
 import host_tier_servers as host_tier
 import psutil
+from programs import clean_environment, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -25,11 +26,10 @@ ALL_RANKS = "TEST_ALL_RANKS"
 
 
 def environment(folder, cores):
-    # SGLang looks like an untested version, so that ranks check themselves when they start.
-    found_first = [str(foreign_version.write(folder / "foreign")), str(HERE)]
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "ranked_models",
-        "PYTHONPATH": os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": python_path(foreign_version.write(folder / "foreign"), HERE),
+        # SGLang looks like an untested version, so that ranks check themselves when they start.
         "KVPOOL_ALLOW_UNTESTED": "1",
         "OMP_NUM_THREADS": "1",
         "KVPOOL_PREFILL_READS_ROWS": "1",
@@ -50,7 +50,6 @@ def serve(arguments, ask_more=None):
 
     def job(model_path, folder):
         (folder / "faults").mkdir(parents=True)
-        unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
         cores = sorted(os.sched_getaffinity(0))
         log = folder / "server.log"
         with Server(
@@ -59,7 +58,7 @@ def serve(arguments, ask_more=None):
                 *(*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS, *arguments),
             ],
             log,
-            {**dict.fromkeys(unwanted, ""), **environment(folder, (cores[0], cores[-1]))},
+            clean_environment(**environment(folder, (cores[0], cores[-1]))),
         ) as server:
             answers = ask(server, folder)
             if ask_more is not None:

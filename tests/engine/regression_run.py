@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import printed_by
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.append(str(ROOT))
@@ -23,21 +25,14 @@ from scripts.servers.server_steps import measurements
 SERVER = "serve-demo-fp4"
 
 
-def _environment():
-    """This process's environment without the variables that tests set; one thread per process."""
-    kept = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "TRITON_INTERPRET"}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
 def regression(model_path, folder):
     """The command for one layout; then that layout's server once more, its decoder damaged."""
     out = folder / "results"
     command = [sys.executable, ROOT / "scripts" / "h100_regression.py", "--layouts", "fp4", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=_environment())
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    printed = printed_by(command, 1500)
     run = read_run(out / "results.jsonl")
     return {
-        "printed": done.stdout,
+        "printed": printed,
         "files": sorted(path.name for path in out.iterdir()),
         "lines": [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()],
         "run": run,

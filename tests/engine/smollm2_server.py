@@ -1,9 +1,9 @@
 """One server of SmolLM2: chunked prefill, the prefix cache, and a host tier narrower than the pool."""
 
-import os
 from pathlib import Path
 
 from host_tier_servers import ARGUMENTS as HOST_TIER
+from programs import python_path
 
 from sgl_kvpool.demo import smollm2
 from sgl_kvpool.demo.measure import answer, score
@@ -43,11 +43,10 @@ def serve(model_path, folder):
         HOST_TIER[: HOST_TIER.index("--page-size")] + HOST_TIER[HOST_TIER.index("--page-size") + 2 :]
     )
     arguments += ["--config", str(folder / "server.yaml"), *without_page]
-    paths = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
     environment = {
         "OMP_NUM_THREADS": "1",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "roomy_models",
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": python_path(HERE),
         "KVPOOL_PREFILL_READS_ROWS": "1",
     }
     first, *others = window_ids(4)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import clean_environment
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SOAK = (sys.executable, "-m", "scripts.soak")
@@ -16,15 +18,13 @@ def soak(*arguments):
 
     def job(_model_path, folder):
         folder.mkdir()
-        env = {key: value for key, value in os.environ.items() if "KVPOOL" not in key}
-        env.pop("TRITON_INTERPRET", None)
         done = subprocess.run(
             [*SOAK, *arguments, "--json", folder / "soak.json", "--out", folder / "logs"],
             capture_output=True,
             text=True,
             cwd=ROOT,
             timeout=1500,
-            env={**env, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **clean_environment()},
         )
         assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]
         report = json.loads((folder / "soak.json").read_text())

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster_questions import clean_environment
+from programs import clean_environment
 
 from sgl_kvpool.demo.measure import generate_greedily
 from sgl_kvpool.demo.model import model_path
@@ -27,7 +27,7 @@ LAYOUT = ("--kv-cache-layout", "fp4")
 
 def environment(**more):
     assert PYTHON.exists(), "run `make test-other-sglang`, which makes the environment"
-    return {**clean_environment(), "KVPOOL_PREFILL_READS_ROWS": "1", **more}
+    return clean_environment(KVPOOL_PREFILL_READS_ROWS="1", **more)
 
 
 def refused(*arguments, **more):
