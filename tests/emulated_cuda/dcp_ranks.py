@@ -15,10 +15,13 @@ import test_deepseek_layer_gpu as layer_cases
 import torch
 import torch.distributed as dist
 from codec_oracle import decode
+from host_tier import controller_over, tier_of
 from test_deepseek_layer_gpu import LAYER, LONGEST, NOPE, OUTPUT_ERROR, RANK, ROPE, V_DIM, distance
 
+from sgl_kvpool.sglang_plugin import hook_groups
 from sgl_kvpool.sglang_plugin.hooks import attention
-from sgl_kvpool.srt.self_check import check_backend, check_rows
+from sgl_kvpool.srt.self_check import check_backend, check_rows, check_tier
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 HEADS = backend_cases.HEADS
 #: Prefills of two requests, one behind the other, and a decode: lengths, and how many are stored before.
@@ -34,8 +37,10 @@ def publish_ranks(rank, ranks, folder, merge):
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(
-        model_path="dummy", device="cuda", tp_size=ranks, dcp_size=ranks, dcp_comm_backend=merge
-    )
+        model_path="dummy", device="cuda", tp_size=ranks, dcp_size=ranks, dcp_comm_backend=merge,
+        enable_hierarchical_cache=True, hicache_ratio=2.0, hicache_mem_layout="page_first",
+        hicache_io_backend="kernel",
+    )  # fmt: skip
     publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
     meet = dist.FileStore(str(Path(folder) / "meet"), ranks)
     dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks)
@@ -127,7 +132,7 @@ class Layer(layer_cases.Layer):
 
 def forms(rank, ranks, layout, options):
     """Distances of each form's output from float64 over the rows that it should read."""
-    layer = Layer(rank, ranks, layout, **options)
+    layer = Layer(rank, ranks, layout, host_tier=HostTierOptions(engine="kernel"), **options)
     found = {}
 
     def check(name, step, mode, form, stored):
@@ -152,15 +157,26 @@ def forms(rank, ranks, layout, options):
     found["graph"] = distance(layer.replayed(DECODE, later), layer.wanted(*later, later[0]))
     assert check_rows(layer.case.pool) == "rows of 3 of 3 layers"
     assert "attention of 3 requests" in check_backend(layer.backend, layer.attention.attn_mqa_for_dcp_decode)
+    controller = controller_over(layer.case.pool, dist.group.WORLD, "kernel")
+    controller.write_fence_stream = controller.load_fence_stream = torch.cuda.current_stream()
+    assert check_tier(controller, lambda good: good) == "2 pages to the host tier and back"
+    tier_of(controller).destroy()
     return found
 
 
 def main(rank, ranks, folder, merge, cases):
+    from sglang.srt.mem_cache.pool_host import base
+
+    from sgl_kvpool.transfer import gpu_engine
+
     for name, value in {"HEADS": HEADS, "NOPE": NOPE, "V_DIM": V_DIM, "RANK": RANK}.items():
         setattr(deepseek_layer, name, value)
     layer_cases.HEADS = HEADS // ranks
     publish_ranks(rank, ranks, folder, merge)
     attention.register_names()
+    hook_groups.apply(hook_groups.named("host tier"))
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    gpu_engine.KERNEL_BLOCKS = 3
     for layout, options in cases:
         for name, error in forms(rank, ranks, layout, options).items():
             print(rank, layout, options, name, error, flush=True)

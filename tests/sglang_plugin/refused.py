@@ -140,6 +140,10 @@ kda cuda bf16 DCP
   --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: .* layers that keep states .*; leave it out
 mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
+mla cuda fp4 DCP TIER --hicache-storage-backend nixl
+  --dcp-size 2 .* fp4 and --hicache-storage-backend nixl: .*; leave out one of them$
+mla cuda fp4 DCP TIER --kv-host-sharing node
+  --kv-host-sharing node does not work with --dcp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda bf16 DCP --attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
 mla cuda bf16 DCP --decode-attention-backend fa3
@@ -151,7 +155,6 @@ mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
 DCP_CASES = """
 mla cuda fp8 --speculative-algorithm EAGLE
 mla cuda bf16 --enable-deterministic-inference
-mla cuda fp4 --enable-hierarchical-cache
 mla cuda fp4 --disaggregation-mode decode
 mla cuda fp4 --attn-dp-size 2
 mla cuda fp4 --pp-size 2

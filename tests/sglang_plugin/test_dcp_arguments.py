@@ -23,6 +23,14 @@ def test_arrangements(resolved, arrangement):
     assert resolved("fp4", "--kv-cache-arrangement", arrangement).dcp_size == 2
 
 
+@pytest.mark.parametrize("store", [None, "file", "mooncake"])
+def test_host_tiers(resolved, capfd, store):
+    argv = ["--enable-hierarchical-cache", *(("--hicache-storage-backend", store) if store else ())]
+    assert resolved("fp4", *argv).page_size == 64
+    said = "sgl-kvpool: --kv-host-sharing rank (--dcp-size 2: ranks of decode context parallelism hold "
+    assert said in capfd.readouterr().err
+
+
 def test_prefill_from_stored_rows_is_refused(resolved, monkeypatch):
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="and KVPOOL_PREFILL_READS_ROWS=1: .* on several ranks; leave out"):

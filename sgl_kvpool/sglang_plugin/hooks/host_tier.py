@@ -35,6 +35,7 @@ uses(
     takes=(
         *("self", "buffer_info", "host_to_device_ratio", "host_size", "page_size", "layout"),
         *("pin_memory", "allocator_type", "override_kv_cache_dim", "draft_buffer_infos"),
+        *("dcp_size", "dcp_rank"),
         *("device_capacity_tokens", "start_layer", "end_layer", "target_layer_num"),
         *("pool_label", "host_token_capacity"),
     ),
@@ -79,7 +80,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
 
     if not has_our_tier(kv_pool):
         tier = original(kv_pool=kv_pool, **kwargs)
-        _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())), kwargs["page_size"])
+        _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())))
         uncached.warn_of_small_tier(tier, kv_pool)
         return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
@@ -106,7 +107,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     return tier
 
 
-def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
+def _name_rows(tier: Any, pools: Sequence[Any]) -> None:
     """Name the rows of SGLang's own host pool in the keys of stores.
 
     SGLang's keys do not name the row format, and its `file` store accepts a longer file as a page: a server
@@ -119,7 +120,7 @@ def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
     if isinstance(target, LayoutMLATokenToKVPool) and not target.kv_cache_layout.is_sglang_native:
         from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
 
-        tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, page_size)}"
+        tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, tier.page_size)}"
 
 
 @around(

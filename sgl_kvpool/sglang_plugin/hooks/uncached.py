@@ -34,11 +34,12 @@ def warn_of_small_tier(tier: Any, pool: Any) -> None:
 
     from sgl_kvpool.srt.host.tier_bytes import capacity
 
-    memory, tokens = get_memory(), capacity(pool)
+    memory, tokens = get_memory(), capacity(pool) * tier.dcp_size
     in_tree = memory.enable_hierarchical_cache and memory.hicache_host_memory_mode == "cache"
     if not in_tree or memory.hicache_write_policy == "write_back" or tier.logical_size >= tokens:
         return
-    wanted = memory.hicache_ratio * tokens / max(tier.logical_size - tier.page_size, 1)  # SGLang rounds up
+    rounded = tier.logical_size - tier.logical_page_size  # SGLang rounds up
+    wanted = memory.hicache_ratio * tokens / max(rounded, 1)
     if memory.hicache_size:
         given = "--hicache-size"
     elif memory.hicache_host_memory_fraction is None:

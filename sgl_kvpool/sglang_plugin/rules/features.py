@@ -157,12 +157,19 @@ DRAFT_FEATURES = (
 DCP_FEATURES = (
     Feature(
         "speculative_algorithm",
-        "every rank's draft reads all rows, and SGLang's pool of a dense draft would keep those of one rank",
+        "SGLang merges no results of ranks where a dense draft takes over accepted tokens",
         in_use=_is_given,
     ),
     Feature("enable_deterministic_inference", "results of ranks are merged in an order of the batch"),
-    Feature("enable_hierarchical_cache", "its transfers take slots for rows of this rank"),
-    Feature("disaggregation_mode", "the rows of a page are on several ranks", in_use=disaggregates),
+    Feature(
+        "hicache_storage_backend",
+        "SGLang's other stores take the rows of all ranks for the same",
+        in_use=lambda store: store not in (None, "file", "mooncake"),
+        values="other than `file`, `mooncake`",
+    ),
+    Feature(
+        "disaggregation_mode", "rows of several ranks have not been sent in a test", in_use=disaggregates
+    ),
     above_one("attn_dp_size", "batches that are padded for other ranks have not been tested"),
     above_one("pp_size", "stages of several ranks have not been tested"),
     Feature("enable_two_batch_overlap", "halves of a batch on several ranks have not been tested"),

@@ -48,6 +48,7 @@ _PREVENTS = (
         "it reads the host pool without the agreement on loads",
     ),
     above_one("attn_cp_size", "ranks of context parallelism hold different rows"),
+    above_one("dcp_size", "ranks of decode context parallelism hold different rows"),
     one_value(
         "disaggregation_mode",
         "decode",

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
@@ -45,7 +46,8 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
 
     Takes SGLang's names and arguments: `host_size` in GB (1e9 bytes), or, if that is 0, the ratio of bytes of
     the host tier to those of the device pool, which is the ratio of tokens with the same layout on both
-    sides; `layout`, one of `HOST_LABELS`; `pin_memory`, by default for pools on a GPU; and by keyword
+    sides; `page_size`, the slots of SGLang's page, whose rows are spread over `kv_pool.slots_per_row` ranks;
+    `layout`, one of `HOST_LABELS`; `pin_memory`, by default for pools on a GPU; and by keyword
     `allocator_type`, `pool_label` and `host_token_capacity`. Drafts have one layer each and the target's row
     format. `row_format` is that of a stored row.
 
@@ -104,17 +106,17 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         ]
         # Rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under the same page
         # indices.
-        self._device_views = [canonical_view(pool, page_size).only("kv") for pool in pools]
+        self._tokens_per_page = page_size // kv_pool.slots_per_row
+        self._device_views = [canonical_view(pool, self._tokens_per_page).only("kv") for pool in pools]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
             raise ValueError(
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
             )
-        self._tokens_per_page = page_size
         layers = sum(pool.layer_num for pool in pools)
-        content_bytes = layers * page_size * self.row_format.row_bytes
+        content_bytes = layers * self._tokens_per_page * self.row_format.row_bytes
         self.page_format = (
-            HostPageFormat.of_rows(content_bytes, page_size)
+            HostPageFormat.of_rows(content_bytes, self._tokens_per_page)
             if with_checksum
             else HostPageFormat.bare(content_bytes)
         )
@@ -134,6 +136,8 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             pin_memory=torch.device(kv_pool.device).type != "cpu" if pin_memory is None else pin_memory,
             override_kv_cache_dim=kv_pool.kv_cache_dim,
             draft_buffer_infos=infos[1:],
+            dcp_size=kv_pool.slots_per_row,
+            dcp_rank=get_parallel().attn_dcp_rank,
             device_capacity_tokens=kv_pool.size if capacity is None else capacity,
             start_layer=kv_pool.start_layer,
             end_layer=kv_pool.end_layer,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
+from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
@@ -34,14 +35,17 @@ def storage_format_tag(
     """Tag of the bytes of a host page, for the keys of stores; equal only for interchangeable pages.
 
     `pools` are the target's, then those of packed drafts; `host_layout` is the device's by default. The tag
-    has row format, layout on the host, first layer and number of layers, number of drafts, page size,
-    version, and the k_scales if one of them is not 1.
+    has row format, layout on the host, first layer and number of layers, number of drafts, page size of a
+    rank, version, with decode context parallelism which of how many ranks' rows, and the k_scales if one of
+    them is not 1.
     """
     target, fmt = pools[0], pools[0].row_format
     tag = (
         f"{fmt.tag}-host_{host_layout or fmt.layout}"
         f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
+    if target.slots_per_row > 1:
+        tag += f"-d{get_parallel().attn_dcp_rank}.{target.slots_per_row}"
     scales = k_scales_digest(pools)
     return f"{tag}-k{scales}" if scales else tag
 
@@ -97,16 +101,17 @@ class StorageMixin(HostKVCache):
         return getattr(self._key_of, "keys", {}).get(slot, "")
 
     def first_pages_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Page indices of a slot list, `[pages]` int64; only the first of every `page_size` slots is read.
+        """Page indices of a slot list, `[pages]` int64; only the first slot of every page is read.
 
         IndexError if no page begins at one of these first slots.
         """
-        firsts = slots.numpy()[:: self.page_size].astype(np.int64)
-        pages = firsts // self.page_size
-        wrong = (firsts % self.page_size != 0) | (pages < 0) | (pages >= self.page_num)
+        page_size = self.logical_page_size
+        firsts = slots.numpy()[::page_size].astype(np.int64)
+        pages = firsts // page_size
+        wrong = (firsts % page_size != 0) | (pages < 0) | (pages >= self.page_num)
         if wrong.any():
             raise IndexError(
-                f"no page of {self.page_size} tokens begins at slot {firsts[wrong][0]}; the host tier has "
+                f"no page of {page_size} tokens begins at slot {firsts[wrong][0]}; the host tier has "
                 f"{self.page_num} pages"
             )
         return pages
@@ -114,7 +119,7 @@ class StorageMixin(HostKVCache):
     def pages_before_a_lost_one(self, slots: torch.Tensor) -> int:
         """Number of pages of a list that may be stored: those before the first page lost in its backup."""
         lost = np.flatnonzero(self._lost.of(self.first_pages_of(slots)))
-        return int(lost[0]) if len(lost) else len(slots) // self.page_size
+        return int(lost[0]) if len(lost) else len(slots) // self.logical_page_size
 
     def write_checksums(self, slots: torch.Tensor) -> None:
         """Write checksums into whole pages, under the keys of `stored_under`, for zero-copy stores.
@@ -131,7 +136,7 @@ class StorageMixin(HostKVCache):
         """Arguments for those functions of `page_format` that take several pages."""
         raw = self._pages.numpy()
         pages = [raw[page] for page in self.first_pages_of(slots)]
-        keys = [self._key(slot) for slot in slots[:: self.page_size].tolist()]
+        keys = [self._key(slot) for slot in slots[:: self.logical_page_size].tolist()]
         return pages, self.storage_format_tag, keys
 
     @overrides
@@ -188,8 +193,9 @@ class StorageMixin(HostKVCache):
 
         IndexError as `first_pages_of`; ValueError if the number of slots is not a multiple of the page size.
         """
-        if len(indices) % self.page_size:
-            raise ValueError(f"{len(indices)} slots are not a multiple of the page size {self.page_size}")
+        page_size = self.logical_page_size
+        if len(indices) % page_size:
+            raise ValueError(f"{len(indices)} slots are not a multiple of the page size {page_size}")
         pages = self.first_pages_of(indices)
         addresses = self._pages.data_ptr() + pages * self.page_format.size_bytes
         return addresses.tolist(), [self.page_format.size_bytes] * len(pages)

@@ -57,7 +57,7 @@ class TransferMixin(StorageMixin):
             return None
         slots = super().alloc(need_size)
         if slots is not None:
-            self._lost.set(pages_of(slots, self.page_size), False)
+            self._lost.set(pages_of(slots, self.logical_page_size), False)
             if self.shared is not None:
                 self.shared.log.add("alloc", slots.numpy())
         return slots
@@ -75,14 +75,14 @@ class TransferMixin(StorageMixin):
         They are not a list of whole pages, a page is free or was lost in its backup, or the ranks that share
         the tier have ended it. A draft's tier has the target's slots, which were not `allocated_here`.
         """
-        problem = slot_list_problem(host_indices, self.page_size, self.page_num)
+        problem = slot_list_problem(host_indices, self.logical_page_size, self.page_num)
         if problem is not None or not len(host_indices):
             return problem
         if self.shared is not None and self.shared.lost.is_closed:
             return "the ranks have ended the tier; start the server again to use it"
         if allocated_here and not bool(self.slot_used[host_indices].all()):
             return "a host page of the list is not allocated"
-        if self._lost.any(pages_of(host_indices, self.page_size)):
+        if self._lost.any(pages_of(host_indices, self.logical_page_size)):
             return "a host page of the list was lost in its backup"
         return None
 
@@ -95,7 +95,7 @@ class TransferMixin(StorageMixin):
         if device_indices.device.type != "cpu":
             return None
         num_pages = kv_group(self._device_views[0]).num_pages
-        return slot_list_problem(device_indices, self.page_size, num_pages, first_page=1)
+        return slot_list_problem(device_indices, self.logical_page_size, num_pages, first_page=1)
 
     # ---------------------------------------------------------------- transfers
 
@@ -165,10 +165,10 @@ class TransferMixin(StorageMixin):
 
     def _pages_of(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> tuple[np.ndarray, Pages]:
         """Both lists as engines take them."""
-        host_pages = pages_of(host_indices.cpu(), self.page_size)
+        host_pages = pages_of(host_indices.cpu(), self.logical_page_size)
         if self._channels.needs_page_indices:
-            return host_pages, pages_of(device_indices.cpu(), self.page_size)
-        return host_pages, DevicePages(device_indices, self.page_size)
+            return host_pages, pages_of(device_indices.cpu(), self.logical_page_size)
+        return host_pages, DevicePages(device_indices, self.logical_page_size)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class _TierCheck:
         shared = self._tier.shared
         free = min(self._allocator.available_size() // 2, controller.mem_pool_host.available_size())
         # At least one page for each rank to store.
-        self.pages = min(2 if shared is None else shared.ranks.count + 1, free // self._tier.page_size)
+        self.pages = min(
+            2 if shared is None else shared.ranks.count + 1, free // self._tier.logical_page_size
+        )
         self._rank = 0 if shared is None else shared.ranks.rank
         self._ranks = 1 if shared is None else shared.ranks.count
         self._taken: list[torch.Tensor] = []
@@ -74,7 +76,7 @@ class _TierCheck:
 
     def fill(self) -> None:
         """Write rows into free pages of the device."""
-        slots = self._allocator.alloc(self.pages * self._tier.page_size)
+        slots = self._allocator.alloc(self.pages * self._tier.logical_page_size)
         self._taken.append(slots)
         for pool, pages in zip(self._pools, self._kept(slots), strict=True):
             scales = [pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num)]
@@ -91,7 +93,7 @@ class _TierCheck:
         host = controller.write(self._taken[0], flush=False)
         if host is None:
             raise Difference("the host tier: SGLang's controller refused a backup, see the log")
-        pages = torch.from_numpy(pages_of(host, tier.page_size))
+        pages = torch.from_numpy(pages_of(host, tier.logical_page_size))
         own = pages[pages % self._ranks == self._rank]
         self._host = (host, own, tier.kv_buffer[own].clone())
         controller.start_writing()
@@ -104,7 +106,7 @@ class _TierCheck:
         problem = tier.host_indices_problem(host)
         if problem is not None:
             raise Difference(f"the host tier: {problem}, see the log")
-        pages = torch.from_numpy(pages_of(host, tier.page_size))
+        pages = torch.from_numpy(pages_of(host, tier.logical_page_size))
         found = [layer[pages].view(torch.uint8).flatten(2) for layer in tier.data_refs]
         expected = [rows for part in self._in_host_layout for rows in part]
         require_same_bytes(
@@ -154,7 +156,7 @@ class _TierCheck:
 
     def _kept(self, slots: torch.Tensor) -> list[PageBytes]:
         """The pages of device slots in every pool; their bytes are kept for `restore`."""
-        numbers = pages_of(slots.cpu(), self._tier.page_size).tolist()
+        numbers = pages_of(slots.cpu(), self._tier.logical_page_size).tolist()
         pages = [PageBytes(pool, numbers) for pool in self._pools]
         self._former += [(one, one.read()) for one in pages]
         return pages

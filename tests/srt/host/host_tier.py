@@ -43,21 +43,29 @@ def stride_bytes(layers, page_size, row_bytes):
     return aligned if aligned * 100 <= rows_bytes * 103 else up(math.lcm(16, page_size))
 
 
+def allocator_of(pool):
+    """SGLang's allocator over a pool; its pages have the slots of all ranks of `--dcp-size`."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel().attn_dcp_size
+    return PagedTokenToKVPoolAllocator(
+        pool.size * ranks, page_size=pool.page_size * ranks, dtype=pool.dtype, device=pool.device,
+        kvcache=pool, need_sort=False,
+    )  # fmt: skip
+
+
 def controller_over(pool, process_group, io_backend, store=None, model_name="model"):
     """SGLang's controller of a pool, whose host tier SGLang builds; `store` names a backend of stores."""
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
 
-    allocator = PagedTokenToKVPoolAllocator(
-        pool.size, page_size=pool.page_size, dtype=pool.dtype, device=pool.device, kvcache=pool,
-        need_sort=False,
-    )  # fmt: skip
+    allocator = allocator_of(pool)
     group = hybrid_pool_assembler.build_kv_only_group(
-        page_size=pool.page_size, kv_pool=pool, use_mla=True,
+        page_size=allocator.page_size, kv_pool=pool, use_mla=True,
         full_layer_mapping={layer: layer for layer in range(pool.layer_num)},
     )  # fmt: skip
     return hybrid_cache_controller.HybridCacheController(
-        allocator, group, pool.page_size, process_group, threading.Event(), write_policy="write_through",
+        allocator, group, allocator.page_size, process_group, threading.Event(), write_policy="write_through",
         io_backend=io_backend, storage_backend=store, model_name=model_name,
         transfer_layer_id_max=pool.layer_num,
     )  # fmt: skip

@@ -30,7 +30,7 @@ AFTER_A_LOSS = [0, LESS, LESS, LONG]
 ITS_OWN_LOSS = {"backup": 1, "backup_lost": 1, "load_pages": 2}
 
 
-@pytest.mark.parametrize("case", ["rows", "states", "rows-context", "rows-tensor-alone"])
+@pytest.mark.parametrize("case", ["rows", "states", "rows-context", "rows-tensor-alone", "rows-shards"])
 def test_a_backup_that_one_rank_lost_is_a_miss_on_both(seen, case):
     assert agreed(seen[f"lost-{case}"]) == (AFTER_A_LOSS, {"load_elsewhere": 2}, ITS_OWN_LOSS)
 
@@ -60,6 +60,12 @@ def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kin
     lengths, one, other = agreed(seen[f"unreadable-{which}"])
     assert lengths == [0, LESS]
     assert (one, other) == ({}, {kind: 1})
+
+
+def test_a_rank_that_cannot_read_its_rows_shortens_the_prefix_of_all(seen):
+    lengths, one, other = agreed(seen["unreadable-shards"])
+    assert lengths == [LESS, LESS]
+    assert (one, other) == ({}, {"page_checksum": 1})
 
 
 def test_pipeline_stages_cannot_agree_and_end(seen):

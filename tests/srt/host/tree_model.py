@@ -15,6 +15,7 @@ import numpy as np
 import pools
 import torch
 from codec_oracle import ROW_BYTES
+from host_tier import allocator_of
 from pools import GUARD, at
 
 RANK, ROPE = 512, 64
@@ -164,11 +165,14 @@ class Model:
     """Writes, evicts and verifies all bytes of prefixes; free slots of the device hold guard bytes.
 
     A host tier with narrower rows returns the codec's round trip, which the oracle computes. Layers of drafts
-    come behind the target's.
+    come behind the target's. With `--dcp-size` this is one of the ranks, with its own rows of every prompt.
     """
 
     def __init__(self, cache, pool, requests=None, drafts=()):
-        self.cache, self.pool, self.page_size, self.requests = cache, pool, pool.page_size, requests
+        from sglang.srt.runtime_context import get_parallel
+
+        self.cache, self.pool, self.page_size, self.requests = cache, pool, cache.page_size, requests
+        self.rank, self.ranks = get_parallel().attn_dcp_rank, get_parallel().attn_dcp_size
         self.layout, host = pool.kv_cache_layout.value, pool.host_tier.layout
         self.host_layout = self.layout if host == "same" else host
         of_rows = [each for each in (pool, *drafts) if not hasattr(each, "k_buffer")]
@@ -278,9 +282,10 @@ class Model:
         new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
         assert new is not None
         made = [*self.rows_of(tokens), *self.heads_of(tokens)]
+        own, place = self._stored(new)
         for layer, part in zip([*self.row_layers, *self.head_layers], made, strict=True):
             if len(new):
-                layer[at(self.pool, new)] = part[len(had) :]
+                layer[place] = np.asarray(part[len(had) :])[own]
         for layer, keys in zip(self.index_layers, self.index_of(tokens), strict=True):
             for page, part in zip(self._pages(new), keys[len(had) // self.page_size :], strict=True):
                 layer[page] = part
@@ -306,6 +311,11 @@ class Model:
         """Submit backups and take their acknowledgements, as a scheduler's step does."""
         self.cache.check_hicache_events()
         self.cache.check_hicache_events()
+
+    def _stored(self, slots):
+        """Which of some tokens this rank stores (`--dcp-size`), and where."""
+        tokens = np.flatnonzero(slots.numpy() % self.ranks == self.rank)
+        return tokens, at(self.pool, slots.numpy()[tokens] // self.ranks)
 
     def _pages(self, slots):
         return slots.numpy()[:: self.page_size] // self.page_size
@@ -369,14 +379,15 @@ class Model:
 
     def verify(self, prefix, slots):
         """Compare all bytes of slots with those of a prefix, computed or from the host."""
-        made, place = self.rows_of(prefix), at(self.pool, slots)
+        own, place = self._stored(slots)
+        made = self.rows_of(prefix)[:, own]
         back = made if self.host_layout == self.layout else self.rounded(made)
         for n, layer in enumerate(self.row_layers):
             found = layer[place]
             same = (found == made[n]).all(axis=1) | (found == back[n]).all(axis=1)
-            assert same.all(), f"layer {n}: other rows at tokens {np.flatnonzero(~same)}"
+            assert same.all(), f"layer {n}: other rows at tokens {own[~same]}"
         for n, (layer, heads) in enumerate(zip(self.head_layers, self.heads_of(prefix), strict=True)):
-            assert np.array_equal(layer[place], heads), f"keys or values of draft layer {n}"
+            assert np.array_equal(layer[place], np.asarray(heads)[own]), f"keys or values of draft layer {n}"
         for n, (layer, keys) in enumerate(zip(self.index_layers, self.index_of(prefix), strict=True)):
             assert np.array_equal(layer[self._pages(slots)], keys), f"index keys of layer {n}"
 
@@ -387,7 +398,6 @@ def build(args, groups, pool, requests=None, packed=(), own=(), tree=None):
     `groups` are the process groups and the pipeline stage of the tree.
     """
     from sglang.srt.mem_cache import kv_cache_builder
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hicache_auto_size import auto_size_hicache
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -395,12 +405,10 @@ def build(args, groups, pool, requests=None, packed=(), own=(), tree=None):
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode, HiCacheDraftPlan
 
-    allocator = PagedTokenToKVPoolAllocator(
-        pool.size, page_size=pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
-    )
+    allocator = allocator_of(pool)
     components = (ComponentType.FULL,) if requests is None else (ComponentType.FULL, ComponentType.MAMBA)
     params = CacheInitParams(
-        disable=False, req_to_token_pool=requests or SimpleNamespace(size=4), page_size=pool.page_size,
+        disable=False, req_to_token_pool=requests or SimpleNamespace(size=4), page_size=allocator.page_size,
         token_to_kv_pool_allocator=allocator, enable_mamba_extra_buffer=requests is not None,
         tree_components=components, tree_core_backend=tree, mtp_draft_device_pools=tuple(packed), **groups,
     )  # fmt: skip

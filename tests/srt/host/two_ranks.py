@@ -31,6 +31,8 @@ class Rank(rank_processes.Rank):
             "context": dict(zip(names, (both, alone, both, alone), strict=True)),
             # --tp-size 2 --dp-size 2 --enable-dp-attention: other requests on each
             "data": dict(zip(names, (alone, alone, alone, alone), strict=True)),
+            # --tp-size 2 --dcp-size 2: other rows of the same requests on each
+            "shards": dict(zip(names, (both, both, alone, alone), strict=True)),
             # --pp-size 2
             "pipeline": {
                 **dict(zip(names, (alone, alone, alone, both), strict=True)), "pp_rank": rank, "pp_size": 2,
@@ -41,18 +43,21 @@ class Rank(rank_processes.Rank):
 
     def model(self, groups="tensor", store=None):
         sizes = {"pp_size": 2} if groups == "pipeline" else {"tp_size": 2}
+        if groups == "shards":
+            sizes["dcp_size"] = 2
         args = publish_server(
             self.patch, rank=self.rank, page_size=PAGE_SIZE, store=store, hicache_ratio=2.0, **sizes
         )
-        requests = request_pool()
-        pool = pool_of(KINDS["hybrid"], "fp4", PAGE_SIZE, TOKENS // PAGE_SIZE, requests)
+        kind = KINDS["dense" if groups == "shards" else "hybrid"]
+        requests = request_pool() if kind.hybrid else None
+        pool = pool_of(kind, "fp4", PAGE_SIZE, TOKENS // PAGE_SIZE, requests)
         return build(args, self.groups[groups], pool, requests)
 
     def lose(self, which, model, tokens):
         """Compute a prompt whose backup fails twice on rank 1: of its rows, or of its state."""
         with pytest.MonkeyPatch.context() as patched:
             if self.rank == 1:
-                break_backups(model.tiers[which == "states"], patched)
+                break_backups(model.tiers[1] if which == "states" else model.tier, patched)
             model.put(tokens)
 
     def result_of(self, case):
@@ -60,7 +65,7 @@ class Rank(rank_processes.Rank):
         model = found[-1][0]
         return {
             "lengths": [length for _, length in found],
-            "free": [*(tier.available_size() for tier in model.tiers), *model.free()],
+            "free": [*(pool.available_size() for pool in model.host_pools), *model.free()],
             "queued": len(model.controller.load_queue),
         }
 
@@ -134,10 +139,10 @@ def bad_slots_of_the_allocator(ranks):
 def unreadable(which):
     def case(ranks):
         """Two servers, one after the other; one rank of the second cannot read a page of the store."""
-        store = ranks.folder / f"store-{which}"
-        stored(ranks.model(store=store), SHORT, LONGER)
+        store, groups = ranks.folder / f"store-{which}", "shards" if which == "shards" else "tensor"
+        stored(ranks.model(groups, store), SHORT, LONGER)
         dist.barrier()
-        model = ranks.model(store=store)
+        model = ranks.model(groups, store)
         if ranks.rank == 1:
             damage_what_rank_1_reads(model.controller.storage_backend, store, which)
         fetch(model, LONGER)
@@ -150,9 +155,10 @@ def unreadable(which):
 
 
 def damage_what_rank_1_reads(backend, store, which):
-    """Damage rank 1's file of the longer prompt's state, or make its reads of a shared row file fail."""
-    if which == "states":
-        flip([file for file in files(store, True) if "_1_2" in file.name][-1])
+    """Damage rank 1's file of the longer prompt's end, or make its reads of a shared row file fail."""
+    if which != "rows":
+        own = {"states": "_1_2", "shards": "_dcp1_2"}[which]
+        flip([file for file in files(store, which == "states") if own in file.name][-1])
         return
     bad = files(store, False)[2].name.partition("_")[0]
     get = backend.get
@@ -165,13 +171,14 @@ def damage_what_rank_1_reads(backend, store, which):
     backend.get = failing
 
 
+LOST_ROWS = ("context", "data", "tensor-alone", "shards")
 CASES = {
     "nothing": nothing,
     **{f"lost-{which}": lost(which) for which in ("rows", "states")},
-    **{f"lost-rows-{groups}": lost("rows", groups) for groups in ("context", "data", "tensor-alone")},
+    **{f"lost-rows-{groups}": lost("rows", groups) for groups in LOST_ROWS},
     "free-host-pages": free_host_pages,
     "bad-slots-of-the-allocator": bad_slots_of_the_allocator,
-    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states")},
+    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states", "shards")},
     "lost-in-the-second-stage": lost_in_the_second_stage,
 }
 

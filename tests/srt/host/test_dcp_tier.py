@@ -1,0 +1,158 @@
+"""The host tier of one of several ranks that share a prefix pool (`--dcp-size`), and its pages in a store.
+
+`two_ranks.py` has ranks that run together.
+"""
+
+import numpy as np
+import pytest
+from cases import crossed
+from codec_oracle import LAYOUTS, narrower
+from direct_stores import KEYS, PUT, MemoryStore, filled, get, put
+from host_tier import LABELS, host_bytes, page_memory, slots, tier_of
+from pools import ARRANGEMENTS, GUARD, assert_holds, at, device_pool, fill, guard
+from test_hybrid_stores import fetch, files, stored
+from test_self_check_tier import Left, alone
+
+PAGE = 4
+
+
+def rank_of(rank, ranks, groups=1):
+    """Arguments of a rank of a server with `groups` groups of `ranks` ranks."""
+    return {"rank": rank, "tp_size": groups * ranks, "dcp_size": ranks}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arrangement", "page", "label", "ranks"),
+    crossed(LAYOUTS, ARRANGEMENTS, [PAGE, 1], LABELS, [2, 3]),
+)
+def test_a_rank_moves_the_rows_of_its_slots(controller_of, layout, arrangement, page, label, ranks):
+    """Slot s is row s // ranks of rank s % ranks, on the device as on the host."""
+    for rank in range(ranks):
+        pool = device_pool(layout, arrangement, page, pages=9)
+        controller = controller_of(pool, label, **rank_of(rank, ranks))
+        tier, allocator = tier_of(controller), controller.mem_pool_device_allocator
+        assert tier.logical_size == ranks * tier.size
+        page_memory(tier)[...] = GUARD
+        tier.alloc(page * ranks)  # so that a page has other numbers on the two sides
+        before = fill(pool, seed=rank)
+        taken = allocator.alloc(3 * page * ranks)
+        kept = controller.write(taken, node_id=1)
+        guard(pool)
+        found = controller.load(kept, node_id=1)
+        assert not set(found.tolist()) & set(taken.tolist())
+        controller.start_loading()
+
+        def own(listed, rank=rank):
+            return listed[listed % ranks == rank] // ranks
+
+        host = np.full_like(host_bytes(tier), GUARD)
+        wanted = {name: np.full_like(part, GUARD) for name, part in before.items()}
+        for index, (name, part) in enumerate(before.items()):
+            rows = part[at(pool, own(taken))]
+            wanted[name][at(pool, own(found))] = rows
+            host[:, index][np.divmod(own(kept).numpy(), page)] = rows
+        assert_holds(pool, wanted)
+        assert np.array_equal(host_bytes(tier), host)
+
+
+@pytest.mark.parametrize(
+    ("layout", "host"), [(layout, host) for layout in LAYOUTS for host in ("same", *narrower(layout))]
+)
+def test_prompts_come_back_from_the_host(model_of, layout, host):
+    for rank in range(3):
+        model = model_of("dense", layout, host, PAGE, pages=16, **rank_of(rank, 3))
+        assert model.page_size == 3 * PAGE
+        prefix = list(range(3 * 3 * PAGE))
+        one, other = prefix + list(range(100, 100 + 3 * PAGE)), prefix + list(range(200, 200 + 3 * PAGE))
+        model.put(one)
+        model.put(other)
+        model.evict()
+        assert [model.check(tokens) for tokens in (one, other)] == [len(one), len(other)]
+
+
+def test_the_self_check_of_a_rank(controller_of):
+    from sgl_kvpool.srt.self_check import check_tier
+
+    pool = device_pool("fp8_block_scale", "page_major", pages=9)
+    controller = controller_of(pool, **rank_of(1, 2))
+    left = Left(controller, pool)
+    left.check(check_tier(controller, alone))
+
+
+def test_lists_of_other_pages_are_a_miss(controller_of, failures, caplog):
+    controller = controller_of(device_pool("fp4", pages=9), **rank_of(1, 2))
+    kept = controller.write(controller.mem_pool_device_allocator.alloc(4 * PAGE), node_id=1)
+    assert controller.load(kept[PAGE : 3 * PAGE], node_id=1) is None  # pages of one rank
+    assert f"not the {2 * PAGE} slots of one page" in caplog.text
+    assert failures() == {"load_pages": 1}
+    assert controller.load(kept, node_id=1) is not None
+
+
+def test_a_small_tier_is_named_in_sglangs_tokens(model_of, caplog):
+    model_of("dense", page_size=PAGE, pages=24, ratio=0.5, **rank_of(1, 2))
+    (line,) = [line for line in caplog.messages if "fill the tier" in line]
+    assert "the host tier has 104 tokens and the device's pool 192" in line
+    assert "--hicache-ratio of at least 1.00" in line
+
+
+# -------------------------------------------------------------------- stores
+
+
+def serving(model_of, store, rank, ranks, groups=1, page=PAGE):
+    return model_of("dense", page_size=page, store=store, **rank_of(rank, ranks, groups))
+
+
+def test_a_restarted_server_finds_its_pages_and_another_size_misses(model_of, store):
+    """The ranks of the first group store; those of the second hold the same rows."""
+    prompt = list(range(4 * PAGE))
+    for rank in range(4):
+        stored(serving(model_of, store, rank, 2, groups=2), prompt)
+    assert len(files(store, False)) == 2 * 2
+    for rank in range(4):
+        again = serving(model_of, store, rank, 2, groups=2)
+        fetch(again, prompt)
+        again.check(prompt, len(prompt))
+    # Pages of as many tokens, and so with the same hashes.
+    for sizes in ({"ranks": 4, "page": 2}, {"ranks": 1, "page": 2 * PAGE}, {"ranks": 2, "groups": 1}):
+        other = serving(model_of, store, 0, **sizes)
+        assert other.page_size == 2 * PAGE
+        fetch(other, prompt)
+        other.check(prompt, 0)
+
+
+def test_rows_of_another_rank_are_not_taken(model_of, store, failures):
+    """Two files that changed places."""
+    prompt = list(range(2 * PAGE))
+    for rank in range(2):
+        stored(serving(model_of, store, rank, 2), prompt)
+    (one,), (other,) = ([f for f in files(store, False) if f"_dcp{rank}_2" in f.name] for rank in range(2))
+    first, second = one.read_bytes(), other.read_bytes()
+    assert len(first) == len(second)
+    one.write_bytes(second)
+    other.write_bytes(first)
+    for rank in range(2):
+        again = serving(model_of, store, rank, 2)
+        fetch(again, prompt)
+        again.check(prompt, 0)
+    assert failures() == {"page_checksum": 2}
+
+
+def test_a_store_without_copies(controller_of, failures):
+    """As Mooncake's, which asks the tier for addresses of pages."""
+    controller = controller_of(device_pool("fp4", pages=9), **rank_of(1, 2))
+    tier = tier_of(controller)
+    store = controller.storage_backend = MemoryStore(tier)
+    controller.storage_host_pool = tier
+    wanted = filled(tier)
+    assert put(controller)
+    begins, sizes = tier.get_page_buffer_meta(slots(PUT, controller.page_size))
+    stride = page_memory(tier).shape[1]
+    assert begins == [tier.kv_buffer.data_ptr() + page * stride for page in PUT]
+    assert sizes == [stride] * 4
+    hits, found = get(controller)
+    assert hits == 4
+    assert np.array_equal(found[[0, 5, 2, 6], : tier.page_bytes], wanted[PUT, : tier.page_bytes])
+    store.pages[KEYS[2]] = store.pages[KEYS[0]]
+    assert get(controller)[0] == 2
+    assert failures() == {"page_checksum": 1}
+    controller.storage_backend = None
