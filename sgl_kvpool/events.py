@@ -40,7 +40,7 @@ METRICS = {
     "info": Metric(
         "sgl_kvpool_info",
         "Always 1; labels name what the KV cache stores; host_layout is 'none' without a host tier",
-        ("layout", "host_layout", "arrangement", "backend", "version"),
+        ("layout", "host_layout", "arrangement", "backend", "dcp_size", "version"),
         gauge_mode="max",
     ),
     "bytes": Metric(

@@ -22,7 +22,7 @@ _before_publish: Counter[str] = Counter()
 _logged: set[str] = set()
 
 
-def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
+def publish(*, layout: str, host_layout: str, arrangement: str, backend: str, dcp_size: int) -> None:
     """Expose the counts, and set `sgl_kvpool_info`. A second call in the same process only sets it again.
 
     The arguments are values of the labels; `host_layout` is "none" without a host tier.
@@ -42,7 +42,12 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
         for reason in UNCACHED:
             _metrics["uncached"].labels(reason=reason).inc(_before_publish.pop(reason, 0))
     _metrics["info"].labels(
-        layout=layout, host_layout=host_layout, arrangement=arrangement, backend=backend, version=VERSION
+        layout=layout,
+        host_layout=host_layout,
+        arrangement=arrangement,
+        backend=backend,
+        dcp_size=dcp_size,
+        version=VERSION,
     ).set(1)
 
 

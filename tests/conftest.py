@@ -170,7 +170,9 @@ def counting():
 
     from sgl_kvpool import metrics
 
-    metrics.publish(layout="fp4", host_layout="fp4", arrangement="layer_major", backend="kvpool_mla")
+    metrics.publish(
+        layout="fp4", host_layout="fp4", arrangement="layer_major", backend="kvpool_mla", dcp_size=1
+    )
     return lambda name, **labels: REGISTRY.get_sample_value(name, labels) or 0.0
 
 

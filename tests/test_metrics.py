@@ -18,9 +18,11 @@ def uncached():
 metrics.failed("codec_build", "the CPU codec")
 metrics.failed("codec_build", "the CPU codec")
 metrics.uncached("tier_full", 3, "3 of 4 pages")
+labels = {"layout": "fp4", "host_layout": "fp4", "arrangement": "layer_major", "backend": "kvpool_mla"}
 for _ in range(2):
-    metrics.publish(layout="fp4", host_layout="fp4", arrangement="layer_major", backend="kvpool_mla")
+    metrics.publish(**labels, dcp_size=8)
     print(count("codec_build"), count("load"), uncached())
+print(REGISTRY.get_sample_value("sgl_kvpool_info", {**labels, "dcp_size": "8", "version": metrics.VERSION}))
 metrics.failed("codec_build", "the CPU codec")
 metrics.uncached("tier_full", 4, "4 of 4 pages")
 print(count("codec_build"), uncached())
@@ -30,7 +32,7 @@ print(count("codec_build"), uncached())
 def test_events_before_the_metrics_are_exposed_are_counted():
     """A scheduler builds the codec before its first pool is complete; each reason is logged once."""
     done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["2.0 0.0 3.0", "2.0 0.0 3.0", "3.0 7.0"]
+    assert done.stdout.splitlines() == ["2.0 0.0 3.0", "2.0 0.0 3.0", "1.0", "3.0 7.0"]
     logged = done.stderr.splitlines()
     assert [line.partition(" (")[0] for line in logged].count(
         f"sgl-kvpool: {FAILURES['codec_build'].message}"

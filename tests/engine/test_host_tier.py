@@ -154,6 +154,7 @@ def test_metrics(record, layout, name):
         "host_layout": layout,
         "arrangement": arrangement_of(layout, name),
         "backend": "kvpool_mla",
+        "dcp_size": "1",
         "version": __version__,
     }
     assert metric(answers, "sgl_kvpool_info", **labels) == 1

@@ -26,16 +26,19 @@ _LINK_BYTES = 256 << 20
 
 
 def self_check() -> tuple[dict[str, str], list[str]]:
-    """Check each layout in each arrangement, with each narrower host tier, and with sparse attention."""
+    """Check each layout in each arrangement, with narrower hosts, `--dcp-size`, and sparse attention."""
+    from sglang.srt.runtime_context import get_parallel
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)  # for tensors this small, threads cost more than they gain
     _publish(device)
     facts: dict[str, str] = {"device": device}
     problems = []
-    for name, make in _pools(device):
+    for name, ranks, make in _pools(device):
         began = time.monotonic()
         try:
-            found = list(_checks(make()))
+            with get_parallel().override(attn_dcp_size=ranks, attn_dcp_rank=ranks - 1, dcp_enabled=ranks > 1):
+                found = list(_checks(make()))
         except Exception as error:  # after any exception, the other layouts are checked
             facts[name] = "failed"
             problems.append(f"{name}: {error}; do not serve this, and report it")
@@ -66,19 +69,21 @@ def _publish(device: str) -> None:
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
-def _pools(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Functions that make a pool, each with a name made of the server's argument values."""
+def _pools(device: str) -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """Names made of the server's argument values, `--dcp-size`, and functions that make a pool."""
     make = partial(
         rehearsal.make_pool, **_GEOMETRY, size=(_PAGES - 1) * _PAGE_SIZE, page_size=_PAGE_SIZE,
         layer_num=_LAYERS, device=device,
     )  # fmt: skip
     for layout in MLAKVCacheLayout:
         for arrangement in KVArrangement.of_rows():
-            yield f"{layout} {arrangement}", partial(make, PoolOptions(layout, arrangement=arrangement))
+            yield f"{layout} {arrangement}", 1, partial(make, PoolOptions(layout, arrangement=arrangement))
         for host in narrower_layouts(layout.pool_row_format(**_GEOMETRY)):
             options = PoolOptions(layout, host_tier=HostTierOptions(layout=host.value))
-            yield f"{layout}, host {host}", partial(make, options)
-        yield f"{layout}, sparse", partial(make, PoolOptions(layout), is_dsa=True)
+            yield f"{layout}, host {host}", 1, partial(make, options)
+        options = PoolOptions(layout, arrangement=KVArrangement.PAGE_MAJOR)
+        yield f"{layout} {options.arrangement}, --dcp-size 2", 2, partial(make, options)
+        yield f"{layout}, sparse", 1, partial(make, PoolOptions(layout), is_dsa=True)
 
 
 def _checks(pool: Any) -> Iterator[str]:
@@ -114,16 +119,17 @@ def _controller(pool: Any) -> Any:
     if not has_our_tier(pool):
         return None
     hook_groups.apply(hook_groups.named("host tier"))
+    page_size = _PAGE_SIZE * pool.slots_per_row
     allocator = PagedTokenToKVPoolAllocator(
-        pool.size,
-        page_size=_PAGE_SIZE,
+        pool.size * pool.slots_per_row,
+        page_size=page_size,
         dtype=pool.dtype,
         device=pool.device,
         kvcache=pool,
         need_sort=False,
     )
     group = build_kv_only_group(
-        page_size=_PAGE_SIZE,
+        page_size=page_size,
         kv_pool=pool,
         use_mla=True,
         full_layer_mapping={layer: layer for layer in range(_LAYERS)},
@@ -131,7 +137,7 @@ def _controller(pool: Any) -> Any:
     return HybridCacheController(
         allocator,
         group,
-        _PAGE_SIZE,
+        page_size,
         dist.group.WORLD,
         threading.Event(),
         write_policy="write_through",

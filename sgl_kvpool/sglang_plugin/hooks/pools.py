@@ -269,6 +269,7 @@ def _publish_metrics(server_args: Any) -> None:
             host_layout=info.get(HOST_LAYOUT.name, "none"),
             arrangement=info[ARRANGEMENT.name],
             backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),
+            dcp_size=view.dcp_size,
         )
 
 

@@ -156,7 +156,8 @@ def check_lists(
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots))):
         _store(pool, SimpleNamespace(layer_id=layer_id), requests.slots, requests.keys)
         kv_lens = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device)
-        found = attend(requests.q, rows, requests.lists, kv_lens, scale).cpu()
+        lists = torch.where(requests.lists < 0, requests.lists, slots_of_rank(pool, requests.lists))
+        found = attend(requests.q, rows, lists, kv_lens, scale).cpu()
     return _compare(found, requests, pool, layer_id, scale)
 
 

@@ -12,9 +12,12 @@ from test_doctor import PROBES, run
 #: Layouts that are narrower than that of the device, for its host tier.
 NARROWER = {layout: narrower(layout) for layout in LAYOUTS}
 SPARSE = [f"{layout}, sparse" for layout in LAYOUTS]
+#: Of one of two ranks.
+RANKS = {layout: f"{layout} page_major, --dcp-size 2" for layout in LAYOUTS}
 WITH_TIER = [
     *(f"{layout} {arrangement}" for layout in LAYOUTS for arrangement in ARRANGEMENTS),
     *(f"{layout}, host {host}" for layout, hosts in NARROWER.items() for host in hosts),
+    *RANKS.values(),
 ]
 
 
@@ -53,7 +56,7 @@ print("@" + json.dumps(self_check()))
     facts, problems = json.loads(done.stdout.rpartition("@")[2])
     failed = [name for name, found in facts.items() if found == "failed"]
     with_host = [f"fp4, host {host}" for host in narrower("fp4")]
-    assert failed == [*(f"fp4 {one}" for one in ARRANGEMENTS), *with_host, "fp4, sparse"]
+    assert failed == [*(f"fp4 {one}" for one in ARRANGEMENTS), *with_host, RANKS["fp4"], "fp4, sparse"]
     assert len(facts) == 1 + len(LAYOUTS) + len(WITH_TIER) + len(SPARSE)
     for name, problem in zip(failed, problems, strict=True):
         assert problem.startswith(f"{name}: rows of fp4 written to the pool: byte ")
