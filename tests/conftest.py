@@ -192,7 +192,7 @@ def failures(counting):
 def each_attention(request, monkeypatch):
     """Attention on a CPU as it is, and where nothing compiles."""
     if request.param == "torch":
-        monkeypatch.setattr("sgl_kvpool.attention.compiled.module", lambda **_: None)
+        monkeypatch.setattr("sgl_kvpool.attention.cpu.module", lambda **_: None)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from scripts.bench.measurements import what
 from scripts.bench.sweep import Benchmark, verdict
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention import cpu
 from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.commands.doctor.probes import machine
@@ -53,8 +53,8 @@ class CpuAttention(Benchmark):
     case_limit_s = 300.0
 
     def start(self) -> dict[str, Any]:
-        compiled.module(required=True)
-        return {**machine(), "torch": torch.__version__, "instructions": compiled.capability()}
+        cpu.module(required=True)
+        return {**machine(), "torch": torch.__version__, "instructions": cpu.capability()}
 
     def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
         size = {"lists": 2, "context": 2048} if self.quick else {"lists": 4, "context": 16384}
@@ -87,7 +87,7 @@ class CpuAttention(Benchmark):
             return mla_decode(q, pool, order, lens, fmt, SCALE)[0]
 
         def in_torch() -> torch.Tensor:
-            with mock.patch.object(compiled, "module", return_value=None):
+            with mock.patch.object(cpu, "module", return_value=None):
                 return ours()
 
         def products(keys: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,46 @@
 """Attention over lists of stored rows on machines without a GPU: in C++, or in torch where nothing compiles.
 
-Only the rows of the lists are read and decoded: time and traffic are proportional to them, not to the pool.
+g++ compiles at first use, in 20 s. Only the rows of the lists are read and decoded: time and traffic are
+proportional to them, not to the pool.
 """
+
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from sgl_kvpool.attention import compiled
+from sgl_kvpool import metrics
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.codec.compiled import row_layout
+from sgl_kvpool.compiler import Module, cpu_flags
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.arrangement import PageStride, rows_of_slots
 
+_SOURCE = Path(__file__).resolve().parent / "csrc" / "cpu_attention.cpp"
 #: Number of rows that torch decodes at a time: 9 MB of float32.
 _CHUNK_ROWS = 4096
 
 #: Maximum size of one block of scores, `[queries, heads, rows]` float32; a block has at least one query.
 _SCORE_BYTES = 64 << 20
+
+
+def capability() -> str:
+    """Torch's name for this CPU's instructions, or the one of `cpu_flags` with bf16 products."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return "AVX512_BF16" if found == "AVX512" and torch.cpu.get_capabilities()["avx512_bf16"] else found
+
+
+@cache
+def module(*, required: bool = False) -> Any:
+    """The compiled attention. If the build fails: its error if `required`, else None, logged and counted."""
+    try:
+        return Module("sgl_kvpool_cpu_attention", _SOURCE, cpu_flags(capability(), exact=False)).load()
+    except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
+        if required:
+            raise
+        metrics.failed("attention_build", "attention on CPUs", error=error)
+        return None
 
 
 def attend_lists(
@@ -44,13 +69,13 @@ def attend_lists(
     IndexError for a row beyond the pool.
     """
     page = page or PageStride(1, 1)
-    module = compiled.module()
-    if module is not None:
+    compiled = module()
+    if compiled is not None:
         # float16 is converted, because C++ has it on few compilers.
         dtype = q.dtype if q.dtype is torch.bfloat16 else torch.float32
         written = out.float() if out.dtype is torch.float16 else out
         rope = q[..., :0] if q_rope is None else q_rope
-        module.attend_rows(
+        compiled.attend_rows(
             written, lse, q.detach().to(dtype), rope.detach().to(dtype), pool, entries, lists, limits,
             row_layout(fmt), scale, k_scale, *page, batch_invariant, torch.get_num_threads(),
         )  # fmt: skip

@@ -4,8 +4,7 @@ from functools import cache
 
 import torch
 
-from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.cpu import attend_lists
+from sgl_kvpool.attention import cpu, decode_checks
 from sgl_kvpool.attention.decode_config import (
     DEFAULT_SM_COUNT,
     INVARIANT_LISTS,
@@ -207,7 +206,7 @@ def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) ->
         )
     tokens = torch.arange(0, len(p.q), each, device="cpu")
     lists = torch.stack([chosen * p.kv_indices.stride(0), tokens, torch.full_like(tokens, each)], dim=1)
-    attend_lists(
+    cpu.attend_lists(
         p.out, p.lse, p.q, p.q_rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page,
         batch_invariant=batch_invariant,
     )  # fmt: skip

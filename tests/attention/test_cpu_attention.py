@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgl_kvpool import codec
-from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention import cpu
 from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.compiler import cpu_flags
 
@@ -27,10 +27,10 @@ VERSIONS = [name for name, parts in NEEDED.items() if all(HAS.get(part) for part
 @pytest.fixture(params=VERSIONS)
 def version(request, monkeypatch):
     """The library for some instructions of this CPU, whichever torch would choose."""
-    compiled.module.cache_clear()
-    monkeypatch.setattr(compiled, "capability", lambda: request.param)
+    cpu.module.cache_clear()
+    monkeypatch.setattr(cpu, "capability", lambda: request.param)
     yield request.param
-    compiled.module.cache_clear()
+    cpu.module.cache_clear()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def attended(case):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_every_version(version, layout, dtype):
     """Rows of NaN outside of the lists; five heads are a register tile and one more."""
-    assert compiled.module(required=True) is not None
+    assert cpu.module(required=True) is not None
     for k_scale, rope in ((1.0, 64), (0.5, 0)):
         case = make_case(
             layout, rank=384, rope=rope, heads=5, counts=((70, 71), (131, 0)), dtype=dtype, k_scale=k_scale
@@ -91,7 +91,7 @@ def test_no_less_exact_than_torch(layout, monkeypatch):
     """Float32 queries, whose results are not rounded, over 3000 rows."""
     case = make_case(layout, heads=4, counts=((3000,),), width=3000, dtype=torch.float32)
     found = error(case, attended(case))
-    monkeypatch.setattr(compiled, "module", lambda: None)
+    monkeypatch.setattr(cpu, "module", lambda: None)
     assert found <= error(case, attended(case))
 
 
@@ -120,8 +120,8 @@ def test_sanitizers(sanitizer, tmp_path):
     built = subprocess.run([*command, tmp_path / "empty.cpp", "-o", tmp_path / "empty"], capture_output=True)
     if built.returncode or subprocess.run([tmp_path / "empty"], capture_output=True).returncode:
         pytest.skip(f"no runtime of -fsanitize={sanitizer}")
-    flags = [flag for flag in cpu_flags(compiled.capability(), exact=False) if flag != "-O3"]
-    sources = Path(compiled.__file__).parent / "csrc"
+    flags = [flag for flag in cpu_flags(cpu.capability(), exact=False) if flag != "-O3"]
+    sources = Path(cpu.__file__).parent / "csrc"
     program = tmp_path / "driver"
     subprocess.run(
         [*command, *flags, "-O1", "-g", f"-I{sources}", HERE / "attend_driver.cpp", "-o", program], check=True
@@ -135,7 +135,7 @@ def test_a_failure_is_counted_once_and_torch_attends(monkeypatch, failures):
         raise RuntimeError("ninja exited with status 1")
 
     codec.compiled.module()  # compiled before, so that it does not fail too
-    compiled.module.cache_clear()
+    cpu.module.cache_clear()
     try:
         with monkeypatch.context() as patch:
             patch.setattr("sgl_kvpool.compiler.Module.load", fails)
@@ -144,6 +144,6 @@ def test_a_failure_is_counted_once_and_torch_attends(monkeypatch, failures):
                 check(attended(case), case, rounding=0)
             assert failures() == {"attention_build": 1}
             with pytest.raises(RuntimeError, match="ninja"):
-                compiled.module(required=True)
+                cpu.module(required=True)
     finally:
-        compiled.module.cache_clear()
+        cpu.module.cache_clear()

@@ -8,7 +8,7 @@ import torch
 from decode_cases import check, make_case
 from decode_oracle import mla_decode_oracle
 
-from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention import cpu
 from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.layout import Encoding
 
@@ -24,7 +24,7 @@ def on_cpu(case, **options):
 def check_everything(case):
     """C++, torch, and `decode_oracle`, the float64 oracle in torch."""
     check(on_cpu(case), case, rounding=0)
-    with mock.patch.object(compiled, "module", return_value=None):  # as where nothing compiles
+    with mock.patch.object(cpu, "module", return_value=None):  # as where nothing compiles
         check(on_cpu(case), case, rounding=0)
     positional, keywords = case.arguments
     check(mla_decode_oracle(*positional, **keywords), case, rounding=0)

@@ -122,9 +122,9 @@ def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
 
 
 def test_a_difference_refuses_the_start(scheduler, monkeypatch):
-    from sgl_kvpool.attention import compiled
+    from sgl_kvpool.attention import cpu
 
-    monkeypatch.setattr(compiled, "attend_rows", lambda out, *_: out.zero_())
+    monkeypatch.setattr(cpu, "attend_lists", lambda out, *_, **__: out.zero_())
     with pytest.raises(Refusal) as found:
         run(scheduler)
     text = str(found.value)
@@ -145,7 +145,7 @@ def test_a_check_that_cannot_be_run_refuses_the_start(scheduler):
 @pytest.mark.parametrize("local", [True, False])
 def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
     """A rank that finds a difference tells the others, which would wait in the tier's check otherwise."""
-    from sgl_kvpool.attention import compiled
+    from sgl_kvpool.attention import cpu
     from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
 
     asked = []
@@ -153,7 +153,7 @@ def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
     monkeypatch.setattr(self_check, "_check_tier", lambda controller: pytest.fail("began"))
     monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: asked.append(good))
     if not local:
-        monkeypatch.setattr(compiled, "attend_rows", lambda out, *_: out.zero_())
+        monkeypatch.setattr(cpu, "attend_lists", lambda out, *_, **__: out.zero_())
     with pytest.raises(Refusal, match="failed on another rank" if local else "found a difference: attention"):
         run(scheduler)
     assert asked == [local]

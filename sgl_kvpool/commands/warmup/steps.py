@@ -129,7 +129,7 @@ _TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)
 
 def steps_on_cpu() -> list[Step]:
     """Steps on a CPU, the same for every model and layout: the code includes all layouts and conversions."""
-    from sgl_kvpool.attention import compiled as attention
+    from sgl_kvpool.attention import cpu as attention
     from sgl_kvpool.codec import compiled as codec
     from sgl_kvpool.transfer.cpu_engine import engine_class
 

@@ -13,8 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvpool import env
-from sgl_kvpool.attention import compiled
-from sgl_kvpool.attention.cpu import attend_lists, merge
+from sgl_kvpool.attention import cpu
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
@@ -57,7 +56,7 @@ class KVPoolMLABackend(AttentionBackend):
         self.kv_cache_dtype = pool.dtype
 
         self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
-        compiled.module()  # compiled now, not by the first request
+        cpu.module()  # compiled now, not by the first request
         self.deterministic = is_deterministic()
         self.row_format = fmt = pool.row_format
         #: New tokens' keys are attended as rows that are not rounded further than to bfloat16.
@@ -154,7 +153,7 @@ class KVPoolMLABackend(AttentionBackend):
         def attended(rows, entries, lists, limits, fmt, k_scale=1.0, page=None):
             out = q.new_empty((tokens, heads, rank), dtype=torch.float32 if merged else q.dtype)
             lse = q.new_empty((tokens, heads), dtype=torch.float32)
-            attend_lists(
+            cpu.attend_lists(
                 out, lse, q_nope, q_rope, rows, entries, lists, limits, fmt, layer.scaling, k_scale,
                 page, batch_invariant=self.deterministic,
             )  # fmt: skip
@@ -170,5 +169,5 @@ class KVPoolMLABackend(AttentionBackend):
             rows = torch.cat(values, dim=-1).bfloat16().view(torch.uint8)
             parts.append(attended(rows, torch.arange(tokens), *self._own, self._own_format))
         if merged:
-            merge(*parts[0], *parts[1])
+            cpu.merge(*parts[0], *parts[1])
         return parts[0][0].to(q.dtype).reshape(tokens, heads * rank)

@@ -1,17 +1,17 @@
 """Loaded by SGLang in the scheduler process, before the pool is built."""
 
-from sgl_kvpool.attention import compiled
+from sgl_kvpool.attention import cpu
 from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
 
-_attend_rows = compiled.attend_rows
+_attend_lists = cpu.attend_lists
 
 
-def _damaged(out, lse, q, *arguments):
+def _damaged(out, lse, q, *arguments, **options):
     """As if every second latent value of the rows had the other sign."""
     q = q.clone()
     q[..., 1::2].neg_()
-    _attend_rows(out, lse, q, *arguments)
+    _attend_lists(out, lse, q, *arguments, **options)
     out[..., 1::2].neg_()
 
 
-compiled.attend_rows = _damaged
+cpu.attend_lists = _damaged

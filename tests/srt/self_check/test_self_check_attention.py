@@ -49,17 +49,16 @@ def difference(case):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
     """One value of each row differs."""
-    from sgl_kvpool.attention import decode
-    from sgl_kvpool.srt.attention import cpu
+    from sgl_kvpool.attention import cpu
 
     case = backend_of(kind, layout, monkeypatch)
-    attend_lists = decode.attend_lists
+    attend_lists = cpu.attend_lists
 
     def otherwise(out, *arguments, **options):
         attend_lists(out, *arguments, **options)
         out[..., 77] += 0.1  # the weights' sum is 1
 
-    monkeypatch.setattr(cpu if kind == "cpu" else decode, "attend_lists", otherwise)
+    monkeypatch.setattr(cpu, "attend_lists", otherwise)
     text = difference(case)
     assert text.startswith(f"attention over rows of {layout}, layer 6: value 77 of head ")
     assert text.endswith(" within 0.004 and 1%")
