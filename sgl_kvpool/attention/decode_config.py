@@ -9,8 +9,6 @@ A choice depends on shapes and on the device only, never on the contents of a te
 graph can be replayed for other lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Launches the kernels of `mla_decode` on checked arguments, without allocations and without waiting."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

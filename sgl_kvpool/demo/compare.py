@@ -126,7 +126,10 @@ def compare(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
     windows = Windows(model, window_count)
-    unfinished = _emptied(folder / _UNFINISHED)
+    unfinished = folder / _UNFINISHED
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for name in _RESULTS:  # of an earlier run
+        (unfinished / name).unlink(missing_ok=True)
     row = model.row_format(MLAKVCacheLayout.BF16)
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
@@ -180,14 +183,6 @@ def compare(
     print(f"all numbers: {folder / 'demo.json'}")
     print(without_plot or f"plot:        {folder / 'demo.png'}")
     return int(failed)
-
-
-def _emptied(folder: Path) -> Path:
-    """The folder, created if it does not exist, without results of an earlier run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in _RESULTS:
-        (folder / name).unlink(missing_ok=True)
-    return folder
 
 
 def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, windows: Windows) -> str:

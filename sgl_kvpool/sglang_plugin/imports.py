@@ -4,8 +4,6 @@ Each of these names is a hook point: if SGLang lacks one, the module cannot be i
 function with the import is called. Each check reads the source, so there is no second list to maintain.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 from functools import cache

@@ -177,19 +177,14 @@ def _describe(machine: Any) -> None:
     torch.cuda.get_device_capability = lambda *_: _HOPPER
     torch.cuda.get_device_name = lambda *_: name
     torch.cuda.get_device_properties = lambda *_: properties
-    _forget_answers()
+    for module in _sglang_modules():  # forget what was cached about this machine
+        for value in list(vars(module).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
     # In MiB.
     _replace_everywhere(common.get_device_memory_capacity, lambda device=None: machine.gpu_gib * 1024)
     # This function asks the platform that SGLang chose at import, which was the CPU.
     _replace_everywhere(mamba_hook._platform_supports_mamba_cache_extra_buffer, lambda: True)
-
-
-def _forget_answers() -> None:
-    """Clear SGLang's caches of machine properties."""
-    for module in _sglang_modules():
-        for value in list(vars(module).values()):
-            if isinstance(value, functools._lru_cache_wrapper):
-                value.cache_clear()
 
 
 def _replace_everywhere(function: Callable, replacement: Callable) -> None:
