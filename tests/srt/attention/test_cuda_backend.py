@@ -5,7 +5,6 @@ writes the pool runs: `mla_decode` in torch, SGLang's prefill kernels in Triton'
 float32, see test_cuda_extend.py.
 """
 
-import copy
 import functools
 import inspect
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import test_backend
 import torch
 from cases import crossed
-from test_backend import HEADS, LAYER, RANK, ROPE, SCALE, Case
+from test_backend import HEADS, LAYER, PLACED, RANK, ROPE, SCALE, Case
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -90,11 +89,8 @@ class CudaCase(Case):
             # In a verification SGLang sets seq_lens without the verified tokens, and no other lengths.
             batch.seq_lens = torch.tensor(self.prefixes)
             batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = batch.extend_prefix_lens = None
-        if mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
             batch.spec_info = SimpleNamespace(draft_token_num=4, num_tokens_per_req=4)
-        batch.seq_lens_cpu = (
-            None if mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2") else batch.seq_lens
-        )
+        batch.seq_lens_cpu = None if mode in ("DECODE", "TARGET_VERIFY") else batch.seq_lens
         return batch
 
     def run(self, mode, *, split=False):
@@ -115,23 +111,6 @@ class CudaCase(Case):
 def close(found, wanted):
     assert torch.isfinite(found).all()
     np.testing.assert_allclose(found.numpy(), wanted, rtol=2e-4, atol=2e-5)
-
-
-PLACED = [{}, {"arrangement": "token_major", "page_size": 8}, {"arrangement": "page_major", "page_size": 8}]
-
-
-@pytest.mark.parametrize(("layout", "placed", "split"), crossed(oracle.LAYOUTS, PLACED, [False, True]))
-def test_decode(layout, placed, split, monkeypatch):
-    case = CudaCase(layout, [1, 40, 7, 65], [0, 39, 6, 64], monkeypatch, **placed)
-    close(case.run("DECODE", split=split), case.wanted(fresh_as_computed=False))
-
-
-@pytest.mark.parametrize(("layout", "split"), crossed(oracle.LAYOUTS, [False, True]))
-@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-def test_verify_and_draft_extend(layout, mode, split, monkeypatch):
-    """Four queries per request; the first sequence has exactly four tokens."""
-    case = CudaCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch)
-    close(case.run(mode, split=split), case.wanted(fresh_as_computed=False))
 
 
 @pytest.mark.parametrize(("layout", "placed"), crossed(oracle.LAYOUTS, PLACED))
@@ -156,14 +135,6 @@ def test_k_scale(mode, monkeypatch):
     if mode == "DECODE":
         case = CudaCase("fp8", [20, 14], [19, 13], monkeypatch, k_scale=0.25)
     close(case.run(mode), case.wanted(fresh_as_computed=False))
-
-
-@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
-def test_models_without_rope(mode, monkeypatch):
-    monkeypatch.setattr(test_backend, "ROPE", 0)
-    monkeypatch.setitem(globals(), "ROPE", 0)
-    case = CudaCase("fp4", [9, 30, 8], [8, 29, 7] if mode == "DECODE" else [8, 20, 4], monkeypatch)
-    close(case.run(mode), case.wanted(fresh_as_computed=mode == "EXTEND"))
 
 
 @pytest.mark.parametrize(("layout", "placed", "split"), crossed(oracle.LAYOUTS, PLACED, [False, True]))
@@ -273,51 +244,6 @@ def test_lse_of_the_mha_form_is_natural(monkeypatch):
             torch.testing.assert_close(found[1], torch.tensor([[8.0, 0.0]]).log())
 
 
-class TestDraftSteps:
-    def container(self, case, steps, monkeypatch):
-        from sgl_kvpool.srt.attention import draft
-
-        made = []
-
-        def make(runner, skip_prefill, draft_step):
-            assert (runner, skip_prefill) == (case.runner, True)
-            made.append(cuda_backend(case, draft_step=draft_step, monkeypatch=monkeypatch))
-            return made[-1]
-
-        monkeypatch.setattr(draft, "KVPoolMLACudaBackend", make)
-        container = draft.KVPoolMultiStepDraftBackend(case.runner, 1, steps)
-        assert container.attn_backends == made
-        return container
-
-    @pytest.mark.parametrize("layout", oracle.LAYOUTS)
-    def test_each_step_sees_one_token_more(self, layout, monkeypatch):
-        """Step i stores the token at `seq_lens + i` and attends it; all steps are planned at once."""
-        stored = [5, 33]
-        cases = [
-            CudaCase(layout, [n + i + 1 for n in stored], [n + i for n in stored], monkeypatch)
-            for i in range(3)
-        ]
-        last = cases[-1]
-        container = self.container(last, 4, monkeypatch)
-        batch = last.batch("DECODE")
-        batch.seq_lens = torch.tensor(stored)
-        all_slots = torch.cat(
-            [torch.stack([s[n + i] for s, n in zip(last.slots, stored, strict=True)]) for i in range(3)]
-        )
-        batch.out_cache_loc = all_slots
-        container.init_cuda_graph_state(2, 2)
-        container.init_forward_metadata(batch)
-        for i, backend in enumerate(container.attn_backends):
-            batch.out_cache_loc = all_slots[2 * i : 2 * i + 2]
-            keys = torch.stack([k[n + i] for k, n in zip(last.keys, stored, strict=True)])
-            q = torch.randn(2, HEADS, RANK + ROPE)
-            found = backend.forward(q.flatten(1), keys, keys[..., :RANK], last.layer, batch)
-            now = copy.copy(last)
-            now.q, now.keys = q, [k[: n + i + 1] for k, n in zip(last.keys, stored, strict=True)]
-            now.prefixes = [n + i for n in stored]
-            close(found, now.wanted(fresh_as_computed=False))
-
-
 def test_row_numbers_are_those_of_the_slots_in_a_step(monkeypatch):
     """In breakable prefill graphs, every layer sees a different view of the same slots."""
     case = CudaCase("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, arrangement="page_major", page_size=8)
@@ -330,71 +256,6 @@ def test_row_numbers_are_those_of_the_slots_in_a_step(monkeypatch):
     assert rows_to_write.of(batch) is not first
     case.backend.init_forward_metadata_in_graph(batch)
     assert rows_to_write._rows is None
-
-
-@pytest.mark.parametrize(
-    ("mode", "seq_lens", "kv_lens"),
-    [
-        ("DECODE", [4, 40, 7], [4, 40, 7]),
-        ("TARGET_VERIFY", [0, 36, 3], [1, 2, 3, 4, 37, 38, 39, 40, 4, 5, 6, 7]),
-        ("DRAFT_EXTEND_V2", [4, 40, 7], [1, 2, 3, 4, 37, 38, 39, 40, 4, 5, 6, 7]),
-    ],
-)
-def test_decode_and_verify_are_planned_without_lengths_on_the_host(mode, seq_lens, kv_lens, monkeypatch):
-    """needs_cpu_seq_lens is False, so SGLang passes no lengths on the host; nor may a plan fetch them."""
-    case = CudaCase("bf16", [4, 40, 7], [0, 36, 3], monkeypatch)
-    assert case.backend.needs_cpu_seq_lens is False
-    batch = case.batch(mode)
-    assert batch.seq_lens.tolist() == seq_lens
-    batch.batch_size, batch.out_cache_loc = 3, batch.out_cache_loc[:12]
-    batch.seq_lens_cpu = batch.seq_lens_sum = None
-
-    def waits(*args, **named):
-        raise AssertionError("reads a tensor on the host, which waits for the GPU")
-
-    with monkeypatch.context() as patch:
-        for name in ("cpu", "item", "numpy", "tolist", "__bool__", "__index__", "__int__"):
-            patch.setattr(torch.Tensor, name, waits)
-        case.backend.init_forward_metadata(batch)
-    assert case.backend.forward_metadata.kv_lens.tolist() == kv_lens
-
-
-@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-@pytest.mark.parametrize(
-    ("requests", "bucket", "width"), [(5, 8, 4), (3, 4, 4), (3, 4, 2), (7, 8, 2), (1, 8, 3)]
-)
-def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
-    """SGLang's views of a replay (`build_replay_fb_view`, eagle_draft_extend_cuda_graph_runner.py:640): the
-    number of requests is padded, the buffers are reused, slots are those of real tokens only."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    case = CudaCase("bf16", [4], [0], monkeypatch)
-    view = SimpleNamespace(
-        forward_mode=ForwardMode[mode],
-        batch_size=bucket,
-        seq_lens=torch.ones(8, dtype=torch.int64),
-        req_pool_indices=torch.zeros(8, dtype=torch.int64),
-        out_cache_loc=torch.zeros(requests * width, dtype=torch.int64),
-        spec_info=SimpleNamespace(draft_token_num=width, num_tokens_per_req=width),
-    )
-    case.backend.init_forward_metadata_out_graph(view)
-    few = case.backend.forward_metadata
-    assert (few.queries_per_request, few.kv_lens.numel()) == (width, bucket * width)
-
-
-def test_an_idle_rank(monkeypatch):
-    """A batch without requests, and one with the requests that data-parallel attention pads it with."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    case = CudaCase("bf16", [4], [0], monkeypatch)
-    for requests in (0, 4):
-        none = torch.zeros(requests, dtype=torch.int64)
-        view = SimpleNamespace(
-            forward_mode=ForwardMode.IDLE, batch_size=requests, seq_lens=none, req_pool_indices=none,
-            out_cache_loc=none[:0], spec_info=None,
-        )  # fmt: skip
-        case.backend.init_forward_metadata(view)
-        assert case.backend.forward_metadata.kv_lens.numel() == requests
 
 
 def test_unsupported_batches_are_refused(monkeypatch):

@@ -56,22 +56,23 @@ def test_refused_layers(changes, text, on_cuda):
         check(attention(), attention(layer_id=LAYER + 1, **changes), on_cuda=on_cuda)
 
 
-def test_windows_of_the_multi_head_form():
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (list, "has no attention layer"),
+        (lambda: [attention(), multi_head(sliding_window_size=128)], "layer 1 .*sliding window of 128"),
+        (lambda: [attention(), multi_head(layer_id=LAYER + 1)], "layer 1 .*keys 96 wide and not rows of 192"),
+        (lambda: [attention(), attention(layer_id=LAYER + 1, scaling=0.2)], r"softmax scales \[0.1, 0.2\]"),
+    ],
+)
+def test_refused_models(layers, text):
+    with pytest.raises(ValueError, match=text):
+        check(*layers())
+
+
+def test_two_forms_of_a_layer_and_two_scales_on_a_cpu():
     check(attention(), multi_head())
-    with pytest.raises(ValueError, match="layer 1 .*sliding window of 128"):
-        check(attention(), multi_head(sliding_window_size=128))
-
-
-def test_the_multi_head_form_alone():
-    with pytest.raises(ValueError, match="layer 1 .*keys 96 wide and not rows of 192"):
-        check(attention(), multi_head(layer_id=LAYER + 1))
-
-
-def test_scales_of_several_layers():
-    other = attention(layer_id=LAYER + 1, scaling=0.2)
-    check(attention(), other, on_cuda=False)
-    with pytest.raises(ValueError, match=r"softmax scales \[0.1, 0.2\]"):
-        check(attention(), other)
+    check(attention(), attention(layer_id=LAYER + 1, scaling=0.2), on_cuda=False)
 
 
 def test_sinks():
@@ -79,8 +80,3 @@ def test_sinks():
     layer.learnable_sink_param = torch.nn.Parameter(torch.zeros(HEADS))
     with pytest.raises(ValueError, match="layer 0 .*has an attention sink.*does not compute; serve"):
         check(layer)
-
-
-def test_no_attention_at_all():
-    with pytest.raises(ValueError, match="has no attention layer"):
-        check()

@@ -8,10 +8,8 @@ from deepseek_layer import Q_RANK, Server
 
 pytestmark = pytest.mark.usefixtures("published", "named")
 
-MODES = [
-    *("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"),
-    *("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "PREBUILT"),
-]
+EXTENDS = ["EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"]
+MODES = [*EXTENDS, "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "PREBUILT"]
 #: Sequence lengths and prefix lengths of two requests.
 BATCHES = {
     "no prefix": ([5, 9], [0, 0]),
@@ -40,27 +38,13 @@ def run(server, mode, batch, **graph):
     return server.run(mode, lengths, prefixes, **graph)
 
 
-_EXTEND = {"no prefix": "MHA_ONE_SHOT", "short prefix": "MLA", "long prefix": "MHA_ONE_SHOT"}
-_ABSORBED = {"no prefix": "MLA", "short prefix": "MLA", "long prefix": "MLA"}
-#: The method outside of prefill graphs, by mode and batch.
-METHODS = {
-    "EXTEND": _EXTEND,
-    "MIXED": _EXTEND,
-    "SPLIT_PREFILL": _EXTEND,
-    "DLLM_EXTEND": _EXTEND,
-    "DECODE": _ABSORBED,
-    "TARGET_VERIFY": _ABSORBED,
-    "DRAFT_EXTEND_V2": _ABSORBED,
-    "PREBUILT": _ABSORBED,
-}
-
-
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("mode", MODES)
 def test_method(layers, mode, batch):
+    whole = mode in EXTENDS and batch != "short prefix"
     for server in layers.values():
         run(server, mode, batch)
-        assert server.method == METHODS[mode][batch]
+        assert server.method == ("MHA_ONE_SHOT" if whole else "MLA")
         for graph in ("breakable", "tc_piecewise"):
             run(server, mode, batch, graph=graph)
             assert server.method == "MLA"

@@ -11,8 +11,7 @@ pytestmark = pytest.mark.usefixtures("published")
 
 def backend_of(kind, layout, monkeypatch, **placed):
     """A backend over a pool of NaN bytes, and its layer."""
-    case = {"cpu": Case, "cuda": CudaCase}[kind](layout, [1], [0], monkeypatch, **placed)
-    return case
+    return {"cpu": Case, "cuda": CudaCase}[kind](layout, [1], [0], monkeypatch, **placed)
 
 
 def memory(case):

@@ -27,24 +27,16 @@ def passes(pool):
     assert_holds(pool, before)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 61])
-@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
-def test_dense_pools(layout, arrangement, page_size):
-    pool = device_pool(layout, arrangement, page_size, pages=9)
-    fill(pool)
-    passes(pool)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sparse_pools(layout):
-    pool = dsa_pool(layout)
-    fill(pool)
-    passes(pool)
-
-
-@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
-def test_hybrid_pools(layout, arrangement):
-    pool = hybrid_pool(layout, arrangement)
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        *((device_pool, arguments) for arguments in itertools.product(LAYOUTS, ARRANGEMENTS, [1, 4, 61])),
+        *((dsa_pool, (layout,)) for layout in LAYOUTS),
+        *((hybrid_pool, arguments) for arguments in itertools.product(LAYOUTS, ARRANGEMENTS)),
+    ],
+)
+def test_correct_pools_pass(make, arguments):
+    pool = make(*arguments)
     fill(pool)
     passes(pool)
 
