@@ -50,15 +50,6 @@ def tools(page_bytes, chunks=None, **changes):
     return EngineTools(**{**given, **changes})
 
 
-def slots_of(pages, page_size=4):
-    """As SGLang lists them: the slots of each page in their order."""
-    pages = torch.tensor(pages, dtype=torch.int64)
-    slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
-    from sgl_kvpool.transfer.slots import DevicePages
-
-    return DevicePages(slots, page_size)
-
-
 def small_slots(monkeypatch, page_bytes, pages):
     """Give page buffers slots of `pages` pages, so that a transfer takes many slots."""
     from sgl_kvpool.transfer import gpu_engine

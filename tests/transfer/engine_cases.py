@@ -34,22 +34,22 @@ def quick(cases, chosen):
     return [pytest.param(*case, marks=[pytest.mark.quick] * (case in chosen)) for case in cases]
 
 
-def device_pool(arrangement, pages, page_size, row_bytes, device, layers=LAYERS):
-    """Byte view of a pool, and for each layer its rows, `[pages, page_size, row_bytes]` views, uint8."""
+def device_pool(arrangement, pages, page_size, row_bytes, device, layers=LAYERS, content="rows"):
+    """Caches of a pool, and their bytes as `[layers, pages, page_size, row_bytes]`, uint8."""
     size = page_size * row_bytes
     if arrangement == "layer_major":
+        memory = torch.full((layers, pages, size), -18, dtype=torch.int8, device=device)
         tensors, references = TensorList(), []
         for layer in range(layers):
-            memory = torch.full((pages, size), -18, dtype=torch.int8, device=device)
-            runs = PageRuns(tensor_index=tensors.add(memory), offset_bytes=0, run_bytes=size)
-            references.append(LayerReference(layer_id=layer, part="kv", runs=runs, content="rows"))
+            runs = PageRuns(tensor_index=tensors.add(memory[layer]), offset_bytes=0, run_bytes=size)
+            references.append(LayerReference(layer_id=layer, part="kv", runs=runs, content=content))
         group = CanonicalGroup(
             name="kv", layers=tuple(references), num_pages=pages, page_size_tokens=page_size
         )
         caches = CanonicalKVCaches(tuple(tensors.tensors), (group,))
-        return caches, [t.view(torch.uint8).view(pages, page_size, row_bytes) for t in tensors.tensors]
+        return caches, memory.view(torch.uint8).view(layers, pages, page_size, row_bytes)
     members = [
-        LayerPages(name=i, page_bytes=size, backend="b", page_size_tokens=page_size, content="rows")
+        LayerPages(name=i, page_bytes=size, backend="b", page_size_tokens=page_size, content=content)
         for i in range(layers)
     ]
     (buffer,) = allocate_cross_layer(
@@ -61,10 +61,10 @@ def device_pool(arrangement, pages, page_size, row_bytes, device, layers=LAYERS)
         rows = flat.view(pages, page_size, layers, row_bytes).permute(2, 0, 1, 3)
     else:
         rows = flat.view(pages, layers, page_size, row_bytes).permute(1, 0, 2, 3)
-    return as_canonical([buffer], ["kv"]), list(rows)
+    return as_canonical([buffer], ["kv"]), rows
 
 
-def slots_of(pages, page_size, device):
+def slots_of(pages, page_size=4, device="cpu"):
     """As SGLang lists them: the slots of each page in their order."""
     pages = torch.tensor(pages, dtype=torch.int64)
     slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)

@@ -269,21 +269,6 @@ def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, de
     assert failures() == {"backup": 1, "load": LAYERS}
 
 
-def test_sizes_count_bytes_of_the_host(no_reserve):
-    """A ratio of 2 is twice the device's bytes, and a size in GB is filled, whatever the host's row size."""
-    device_bytes = 4 * 4 * LAYERS * 1152  # without the page of padded tokens, as SGLang counts
-    for host in ("same", *oracle.HOST_LAYOUTS):
-        row_bytes = ROW_BYTES.get(host, 1152)
-        pool = device_pool("bf16", host_tier=HostTierOptions(layout=host))
-        tier = host_pool(pool, ratio=2.0)
-        used = (tier.page_num - 1) * tier.page_bytes  # SGLang adds a page
-        assert 2 * device_bytes - tier.page_bytes < used <= 2 * device_bytes
-        tier = host_pool(pool, host_size=0.001)
-        stride = stride_bytes(LAYERS, 4, row_bytes)
-        assert 1e6 - stride < (tier.page_num - 1) * stride <= 1e6
-        assert tier.kv_buffer.nbytes == tier.page_num * stride
-
-
 def test_keys_of_stores_name_both_layouts(no_reserve):
     tags = set()
     for device, host in [*NARROWER, *((name, "same") for name in ROW_BYTES)]:

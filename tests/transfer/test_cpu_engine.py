@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_plan import ARRANGEMENTS, LAYERS, PAGES, distinct, side
+from test_plan import ARRANGEMENTS, PAGES, distinct, side
 
 from sgl_kvpool.transfer.cpu_engine import CpuEngine, TorchEngine
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -33,14 +33,14 @@ def test_pages_arrive_and_nothing_else_changes(device, host, engine):
     there = MAKERS[engine](TransferPlan(source, target, "kv"))
     taken, put = np.array([6, 9, 0, 9, 3])[::2], np.array([8, 9, 2, 9, 5], dtype=np.int32)[::2]
     before, expected = from_pages.copy(), to_pages.copy()
-    expected[:, put] = from_pages[:, taken].reshape(LAYERS, 3, *expected.shape[2:])
+    expected[:, put] = from_pages[:, taken]
     there.copy(Transfer(put, taken, to_host=True))
     assert np.array_equal(to_pages, expected)
     assert np.array_equal(from_pages, before)
 
     back = MAKERS[engine](TransferPlan(target, source, "kv"))
     expected = from_pages.copy()
-    expected[1, [4, 2]] = to_pages[1, [8, 5]].reshape(2, *expected.shape[2:])
+    expected[1, [4, 2]] = to_pages[1, [8, 5]]
     back.copy(Transfer(np.array([8, 5]), np.array([4, 2]), to_host=False), 1)
     assert np.array_equal(from_pages, expected)
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from cases import crossed
-from emulated import calls, slots_of, tools
+from emulated import calls, tools
+from engine_cases import slots_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, copies_of, distinct, side
@@ -49,7 +50,7 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
 
     there = GPU_ENGINES[engine](TransferPlan(device, host, "kv"), tools(page_bytes), True)
     before, expected = on_device.copy(), on_host.copy()
-    expected[:, put] = on_device[:, taken].reshape(LAYERS, len(taken), *expected.shape[2:])
+    expected[:, put] = on_device[:, taken]
     there.copy(Transfer(numbers, on_gpu, to_host=True))
     calls().play(data.draw(st.integers(0, 1000)))
     assert np.array_equal(on_host, expected)
@@ -64,54 +65,9 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
     # The staged engine also copies the other layers of the group, which a load requests anyway.
     brought = range(LAYERS) if engine == "staged" and layers else layers
     for part in brought:
-        before[part, taken] = on_host[part, put].reshape(len(taken), *before.shape[2:])
+        before[part, taken] = on_host[part, put]
     calls().play(data.draw(st.integers(0, 1000)))
     assert np.array_equal(on_device, before)
-
-
-def test_parts_of_several_sizes_in_one_plan(published):
-    """A real DSA pool: rows of 1152 bytes and index keys of 132 per token, packed one after the other."""
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
-    from sgl_kvpool.connectors.pools import describe
-    from sgl_kvpool.transfer.slots import packed_view
-
-    pool = DSATokenToKVPool(
-        size=4 * 64, page_size=64, kv_lora_rank=512, dtype=torch.bfloat16, qk_rope_head_dim=64, layer_num=3,
-        device="cpu", index_head_dim=128, enable_memory_saver=False, kv_cache_dim=576,
-    )  # fmt: skip
-    device = describe(pool)
-    (group,) = device.groups
-    assert len({layer.runs.size_bytes for layer in group.layers}) == 2
-    buffers = [*pool.kv_buffer, *pool.index_k_with_scale_buffer]
-    generator = np.random.default_rng(0)
-    pages_of = [b.view(torch.uint8).view(5, -1).numpy() for b in buffers]
-    for pages in pages_of:
-        pages[...] = generator.integers(0, 256, pages.shape, dtype=np.uint8)
-    memory = torch.full((6, group.bytes_per_page + 64), 0xEE, dtype=torch.uint8)
-    host = packed_view(memory, group, offset_bytes=16)
-
-    by_part = {"kv": pages_of[:3], "indexer": pages_of[3:]}
-    order = [by_part[layer.part].pop(0) for layer in group.layers]
-    expected = memory.numpy().copy()
-    for engine in GPU_ENGINES:
-        memory[...] = 0xEE
-        plan = TransferPlan(device, host, group.name)
-        on_gpu, put = slots_of([4, 1], 64), np.array([0, 5])
-        there = GPU_ENGINES[engine](plan, tools(group.bytes_per_page), True)
-        there.copy(Transfer(put, on_gpu, to_host=True))
-        calls().play(3)
-        packed = np.concatenate([pages[[4, 1]] for pages in order], axis=1)
-        expected[[0, 5], 16 : 16 + packed.shape[1]] = packed
-        assert np.array_equal(memory.numpy(), expected)
-
-        memory[5, 16:-48] = torch.from_numpy(generator.integers(0, 256, packed.shape[1], dtype=np.uint8))
-        back = GPU_ENGINES[engine](TransferPlan(host, device, group.name), tools(group.bytes_per_page), False)
-        load = Transfer(np.array([5]), slots_of([2], 64), to_host=False)
-        for part in range(len(group.layers)):
-            back.copy(load, part)
-        calls().play(4)
-        assert np.array_equal(np.concatenate([pages[2] for pages in order]), memory[5, 16:-48].numpy())
 
 
 def test_layers_come_in_groups():
@@ -276,9 +232,7 @@ def test_a_channel_counts_a_load_once(counting):
         for part in range(LAYERS):
             channel.run(load, part)
         calls().play(1)
-        assert np.array_equal(
-            on_device[:, pages.page_indices()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
-        )
+        assert np.array_equal(on_device[:, pages.page_indices()], on_host[:, numbers])
     # A transfer is counted by the next one, so that no call waits for the last.
     after = moved("kernel")
     assert after[0] - before[0] == 2 * LAYERS * TOKENS * ROW

@@ -3,55 +3,27 @@
 import ctypes
 import itertools
 
+import engine_cases
 import numpy as np
 import pytest
 import torch
+from engine_cases import ARRANGEMENTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical
-from sgl_kvpool.connectors.cross_layer import LayerPages
-from sgl_kvpool.memory.canonical import (
-    CanonicalGroup,
-    CanonicalKVCaches,
-    LayerReference,
-    TensorList,
-    byte_pages,
-)
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.plan import TransferPlan
 
-ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 LAYERS, PAGES, TOKENS, ROW = 3, 7, 4, 5
 
 
 def side(arrangement, fill, layers=LAYERS, pages=PAGES, tokens=TOKENS, row=ROW, content="rows"):
-    """Caches of `layers` layers, and the bytes of layer l, page p by plain indexing."""
-    if arrangement == "layer_major":
-        memory = torch.empty(layers, pages, tokens * row, dtype=torch.int8)
-        tensors = TensorList()
-        references = []
-        for layer in range(layers):
-            index = tensors.add(byte_pages(memory[layer], 1, "kv"))
-            runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=tokens * row)
-            references.append(LayerReference(layer_id=layer, part="kv", runs=runs, content=content))
-        group = CanonicalGroup(name="kv", layers=tuple(references), num_pages=pages, page_size_tokens=tokens)
-        caches = CanonicalKVCaches(tuple(tensors.tensors), (group,))
-        pages_of = memory.numpy()  # [layer, page, bytes]
-    else:
-        members = [
-            LayerPages(name=i, page_bytes=tokens * row, backend="b", page_size_tokens=tokens, content=content)
-            for i in range(layers)
-        ]
-        (buffer,) = allocate_cross_layer([members], pages=pages, arrangement=arrangement, device="cpu")
-        caches = as_canonical([buffer], ["kv"])
-        raw = buffer.tensor.numpy()
-        if arrangement == "page_major":
-            pages_of = raw.transpose(1, 0, 2)
-        else:
-            pages_of = raw.transpose(2, 0, 1, 3)  # [layer, page, token, row]
-    pages_of[...] = fill if np.isscalar(fill) else fill(pages_of.shape)
-    return caches, pages_of
+    """Caches of `layers` layers, and their bytes `[layer, page, token, byte]`, int8."""
+    caches, rows = engine_cases.device_pool(arrangement, pages, tokens, row, "cpu", layers, content)
+    found = rows.view(torch.int8).numpy()
+    found[...] = fill if np.isscalar(fill) else fill(found.shape)
+    return caches, found
 
 
 def distinct(shape):
@@ -85,7 +57,7 @@ def test_pages_arrive_and_nothing_else_changes(device, host, data):
     plan = TransferPlan(source, target, "kv")
     before, expected = from_pages.copy(), to_pages.copy()
     for layer in layers:
-        expected[layer, put] = from_pages[layer, taken].reshape(len(taken), *expected.shape[2:])
+        expected[layer, put] = from_pages[layer, taken]
     plan.check_pages(np.array(taken, dtype=np.int64), np.array(put, dtype=np.int32))
     copies = copies_of(plan.copy_runs_of(layers), taken, put)
     for from_address, to_address, size in copies:

@@ -7,13 +7,7 @@ from pools import INDEX_BYTES, device_pool, dsa_pool, hybrid_pool
 
 from sgl_kvpool.commands.plan.planned import HostBytes, host_tokens, largest_whole_gb
 
-
-@pytest.fixture(autouse=True)
-def _any_machine(published, monkeypatch):
-    """Publish the runtime context that pools ask, and lift the 10 GiB that SGLang keeps free."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+pytestmark = pytest.mark.usefixtures("no_reserve")
 
 
 def tier_of(pool, size_gb, page_size):
