@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -213,3 +215,8 @@ def test_forward_equals_the_oracle(tmp_path, rope, absorbed):
         want = oracle(net.state_dict(), net.config, ids[b].numpy())
         np.testing.assert_allclose(got[b].numpy(), want, rtol=0, atol=1e-10)
     assert np.abs(want[:, 0x20:0x7F]).max() > 1
+
+
+def test_importing_does_not_import_sglang():
+    code = "import sys, scripts.byte_model; sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

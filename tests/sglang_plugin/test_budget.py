@@ -24,13 +24,25 @@ def configurator(configured, checkpoints):
     return build
 
 
-@pytest.mark.parametrize("layout", ROW_BYTES)
+@pytest.mark.parametrize(
+    ("layout", "server", "token_bytes"),
+    [
+        *((layout, {}, LAYERS * row_bytes) for layout, row_bytes in ROW_BYTES.items()),
+        ("fp4", {"model": "norope"}, LAYERS * 288),
+        ("fp4", {"model": "rank256"}, LAYERS * 272),
+        ("auto", {}, LAYERS * 1152),
+        ("bf16", {"backend": "torch_native"}, LAYERS * 1152),
+        ("fp8", {"backend": "torch_native"}, LAYERS * 576),
+        ("fp4", {"draft": True}, LAYERS * 416),
+        ("bf16", {"backend": "torch_native", "eagle": 1}, (LAYERS + 1) * 1152),
+    ],
+)
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_tokens_agree_with_hand_arithmetic(configurator, layout, page_size):
+def test_tokens_agree_with_hand_arithmetic(configurator, layout, server, token_bytes, page_size):
     available = 1_000_000_007
-    sizes = configurator(layout)
-    wanted = available // (LAYERS * ROW_BYTES[layout]) // page_size * page_size
-    assert sizes.calculate_pool_sizes(available, page_size).max_total_num_tokens == wanted
+    wanted = available // token_bytes // page_size * page_size
+    sizes = configurator(layout, **server).calculate_pool_sizes(available, page_size)
+    assert sizes.max_total_num_tokens == wanted
 
 
 @pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
@@ -39,34 +51,6 @@ def test_an_arrangement_changes_no_size(configurator, layout, arrangement):
     plain, arranged = configurator(layout), configurator(layout, arrangement=arrangement)
     assert plain._cell_size == arranged._cell_size == LAYERS * ROW_BYTES[layout]
     assert plain._fixed_overhead_bytes == arranged._fixed_overhead_bytes == 0
-
-
-@pytest.mark.parametrize("layout", ["bf16", "fp8"])
-def test_a_stock_backend_needs_no_workspace(configurator, layout):
-    sizes = configurator(layout, backend="torch_native")
-    tokens = sizes.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens
-    assert tokens == 10_000_000 // (LAYERS * ROW_BYTES[layout])
-
-
-def test_sglang_as_it_is_keeps_its_numbers(configurator):
-    sizes = configurator("auto")
-    tokens = sizes.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens
-    assert tokens == 10_000_000 // (LAYERS * 1152)
-
-
-@pytest.mark.parametrize(("model", "row_bytes"), [("norope", 288), ("rank256", 272)])
-def test_other_geometries(configurator, model, row_bytes):
-    sizes = configurator("fp4", model=model)
-    tokens = sizes.calculate_pool_sizes(500_000_000, 1).max_total_num_tokens
-    assert tokens == 500_000_000 // (LAYERS * row_bytes)
-
-
-def test_a_draft_pays_no_workspace_and_eagle_scales_by_rows(configurator):
-    draft = configurator("fp4", draft=True)
-    assert draft.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens == 10_000_000 // (3 * 416)
-    target = configurator("bf16", backend="torch_native", eagle=1)
-    wanted = 10_000_000 // (4 * 1152)  # three target layers and one draft layer with the same rows
-    assert target.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens == wanted
 
 
 def test_k_scales_come_from_attn_mqa_once():

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from codec_oracle import ROW_BYTES
+from live_processes import alive
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands import plan as command
@@ -26,29 +28,23 @@ NO_GPU = "is not the memory of one GPU in GiB (MiB divided by 1024); give a numb
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", V32], "--gpu-gb"),
         (["--gpu-gb", "80"], "--model"),
-        (["--model", V32, "--gpu-gb", "0"], f"--gpu-gb: 0 {NO_GPU}"),
-        (["--model", V32, "--gpu-gb", "-5"], f"--gpu-gb: -5 {NO_GPU}"),
-        (["--model", V32, "--gpu-gb=-5"], f"--gpu-gb: -5 {NO_GPU}"),
-        (["--model", V32, "--gpu-gb", "81559"], f"--gpu-gb: 81559 {NO_GPU}"),  # nvidia-smi's of an H100
-        (["--model", V32, "--gpu-gb", "nan"], f"--gpu-gb: nan {NO_GPU}"),
-        (["--model", V32, "--gpu-gb", "inf"], f"--gpu-gb: inf {NO_GPU}"),
+        (["--model", V32], "--gpu-gb"),
         (["--model", V32, "--gpu-gb", "80 GB"], "--gpu-gb: '80 GB' is not a number; give the memory of one"),
-        (
-            ["--model", V32, "--gpu-gb", "80", "--host-gb", "0"],
-            "--host-gb: 0 is not memory of one node in GB",
+        *(
+            (["--model", V32, *f"--gpu-gb 80 {argv}".split()], message)
+            for argv, message in (
+                ("--gpu-gb 0", f"--gpu-gb: 0 {NO_GPU}"),
+                ("--gpu-gb -5", f"--gpu-gb: -5 {NO_GPU}"),
+                ("--gpu-gb 81559", f"--gpu-gb: 81559 {NO_GPU}"),  # nvidia-smi's of an H100
+                ("--gpu-gb nan", f"--gpu-gb: nan {NO_GPU}"),
+                ("--host-gb 0", "--host-gb: 0 is not memory of one node in GB"),
+                ("--weights-gb -1", "--weights-gb: -1 is not memory in GiB; give a number of 0 or more, at"),
+                ("--tp 0", "--tp: 0 is not a whole number from 1 to 2147483647"),
+                ("--tp 1.5", "--tp: 1.5 is not a whole number"),
+                ("--context -1", "--context: -1 is not a whole number"),
+            )
         ),
-        (
-            ["--model", V32, "--gpu-gb", "80", "--weights-gb", "-1"],
-            "--weights-gb: -1 is not memory in GiB; give a number of 0 or more, at most 100000",
-        ),
-        (
-            ["--model", V32, "--gpu-gb", "80", "--tp", "0"],
-            "--tp: 0 is not a whole number from 1 to 2147483647",
-        ),
-        (["--model", V32, "--gpu-gb", "80", "--tp", "1.5"], "--tp: 1.5 is not a whole number"),
-        (["--model", V32, "--gpu-gb", "80", "--context", "-1"], "--context: -1 is not a whole number"),
     ],
 )
 def test_numbers_that_make_no_sense(argv, message, capsys):
@@ -107,10 +103,22 @@ def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
     assert "asking SGLang" not in said.err
 
 
-def test_a_config_json_that_contains_a_list_is_refused(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("[1]")
-    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80"]) == 2
-    assert "contains a list" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: [config], "contains a list"),
+        (lambda config: config | {"num_hidden_layers": 0}, "num_hidden_layers 0; it must be a whole number"),
+        (lambda config: config | {"kv_lora_rank": "512"}, "kv_lora_rank '512'; it must be a whole number"),
+        (lambda config: config | {"qk_rope_head_dim": -64}, "qk_rope_head_dim -64; it must be a whole"),
+    ],
+)
+def test_invalid_config_json_is_refused_before_sglang_is_asked(change, message, tmp_path, capsys):
+    """SGLang would plan 0 bytes per token or fail in transformers."""
+    (tmp_path / "config.json").write_text(json.dumps(change(json.loads(Path(V32).read_text()))))
+    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80", "--weights-gb", "1"]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "asking SGLang" not in said.out + said.err
 
 
 def test_forms_of_model_names_and_folders(tmp_path):
@@ -125,6 +133,9 @@ def test_forms_of_model_names_and_folders(tmp_path):
     assert find_model(V32).launch_path == "MODEL"
     assert find_model("deepseek-ai/DeepSeek-V3.2").launch_path == "deepseek-ai/DeepSeek-V3.2"
     assert find_model("deepseek-ai/DeepSeek-V3.2").config is None
+
+
+HOST = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
 
 
 def answer(tokens=100_000, most=2048, **changes):
@@ -178,9 +189,8 @@ def test_a_context_longer_than_the_models_is_refused():
 
 
 def test_the_command_is_what_was_planned():
-    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     made = plan(
-        (Candidate("bf16", "fp4"), answer(host=host, added=["--dsa-decode-backend=x"])),
+        (Candidate("bf16", "fp4"), answer(host=HOST, added=["--dsa-decode-backend=x"])),
         host_gb=810.0,
         others=["--chat-template", "a b"],
     )
@@ -198,7 +208,7 @@ def test_the_command_is_what_was_planned():
 
 def test_requests_on_the_host():
     """Each cache takes whole pages, and each request a slot where there are states."""
-    rows = {"token_bytes": 1 << 20, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
+    rows = {**HOST, "token_bytes": 1 << 20}
     [server] = plan((Candidate("fp4"), answer(host=rows)), host_gb=8.0, context=1).servers
     tokens = (int(1e9) // (1 << 20) // 64 + 1) * 64
     assert (server.host_tokens, server.host_requests) == (tokens, tokens // 64)
@@ -206,7 +216,7 @@ def test_requests_on_the_host():
     assert made.servers[0].host_requests == 8 * (tokens // 640)
     assert report.text(made).splitlines()[6].split()[-1] == str(8 * (tokens // 640))
     assert "--hicache-size 1: GB of the 1 GB that each rank" in report.text(made)
-    states = {"token_bytes": 100, "index_bytes": 0, "slot_bytes": 1 << 24, "sharing_ranks": 1}
+    states = {**HOST, "token_bytes": 100, "slot_bytes": 1 << 24}
     hybrid = answer(host=states, tokens=100_000, state_slots=35)
     [server] = plan((Candidate("fp4"), hybrid), host_gb=8.0, context=64).servers
     assert server.host_requests == server.host_slots < server.host_tokens // 64
@@ -293,59 +303,39 @@ def test_nothing_is_left_running(number):
         deadline = time.monotonic() + 300
         while len(started) < 2 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-            started = [pid for pid in _descendants(process.pid) if _asks_sglang(pid)]
+            started = [
+                each.pid
+                for each in psutil.Process(process.pid).children(recursive=True)
+                if _asks_sglang(each)
+            ]
         assert len(started) == 2, "no fork was seen"
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
         assert "Traceback" not in process.stderr.read()
     deadline = time.monotonic() + 3  # a plan takes half a minute
-    while (left := [pid for pid in started if _is_running(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
 
 
-def _stat(pid):
-    """State and parent of a process; None if there is none."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return words[0], int(words[1])
-
-
-def _asks_sglang(pid):
+def _asks_sglang(process):
     """Whether this is the planner's child or a fork of it; imports start other programs for a moment."""
     try:
-        return b"sgl_kvpool.commands.plan.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+        return "sgl_kvpool.commands.plan.child" in process.cmdline()
+    except psutil.Error:
         return False
 
 
-def _is_running(pid):
-    found = _stat(pid)
-    return found is not None and found[0] != "Z"
-
-
-def _descendants(pid):
-    parents = {int(p.name): _stat(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()}
-    found = [pid]
-    for each in found:
-        found += [child for child, stat in parents.items() if stat and stat[1] == each]
-    return found[1:]
-
-
 def test_too_little_for_a_host_tier():
-    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
-    made = plan((Candidate("fp4"), answer(host=host)), host_gb=7.9)
+    made = plan((Candidate("fp4"), answer(host=HOST)), host_gb=7.9)
     assert made.servers[0].hicache_size_gb == 0
     assert "--enable-hierarchical-cache" not in made.servers[0].command
     assert "no host tier: 7.9 GB are less than 1 GB per rank" in report.text(made)
 
 
 def test_columns_are_aligned_beside_the_longest_name():
-    host = {"token_bytes": 21472, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     candidates = Candidate(None), Candidate("fp8_block_scale", "fp4_fp8_rope")
-    made = plan((candidates[0], answer()), (candidates[1], answer(host=host)), host_gb=100)
+    made = plan((candidates[0], answer()), (candidates[1], answer(host=HOST)), host_gb=100)
     shown = report.text(made).splitlines()
     head = next(n for n, line in enumerate(shown) if line.startswith("layout "))
     first, second = shown[head + 1 : head + 3]
@@ -365,7 +355,7 @@ def test_every_server_refused():
 
 def test_what_the_ranks_hold_is_explained():
     """Rows are the same on 8 ranks; index keys lie beside the rows, and --hicache-size counts rows only."""
-    host = {"token_bytes": 25376, "index_bytes": 8052, "slot_bytes": 0, "sharing_ranks": 1}
+    host = {**HOST, "index_bytes": 8052}
     wide = {**host, "token_bytes": 70272}
     servers = (
         (Candidate("bf16"), answer(host=wide)),
@@ -389,9 +379,8 @@ def test_what_the_ranks_hold_is_explained():
 
 def test_ranks_that_share_a_tier_hold_more_tokens():
     """The same --hicache-size, and eight times the tokens: each rank has an eighth of the one copy."""
-    apart = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     made = [
-        plan((Candidate("fp4"), answer(host={**apart, "sharing_ranks": n})), host_gb=1000.0) for n in (1, 8)
+        plan((Candidate("fp4"), answer(host={**HOST, "sharing_ranks": n})), host_gb=1000.0) for n in (1, 8)
     ]
     (alone,), (shared,) = (each.servers for each in made)
     assert alone.hicache_size_gb == shared.hicache_size_gb == 125
@@ -399,19 +388,6 @@ def test_ranks_that_share_a_tier_hold_more_tokens():
     assert alone.host_tokens == (125 * 10**9 // 25376 // 64 + 1) * 64
     said = "8 ranks of a node share one copy of a page (--kv-host-sharing)"
     assert [said in report.text(each) for each in made] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("num_hidden_layers", 0), ("kv_lora_rank", "512"), ("qk_rope_head_dim", -64)]
-)
-def test_invalid_sizes_in_config_json_are_refused(name, value, tmp_path, capsys):
-    """Refused before SGLang is asked, which would plan 0 bytes per token or fail in transformers."""
-    config = {**json.loads(Path(V32).read_text()), name: value}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80", "--weights-gb", "1"]) == 2
-    printed = capsys.readouterr().err
-    assert f"config.json has {name} {value!r}; it must be a whole number" in printed
-    assert "asking SGLang" not in printed
 
 
 def test_a_config_without_a_latent_is_refused_by_name(tmp_path, capsys):
