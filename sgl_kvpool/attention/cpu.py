@@ -71,12 +71,13 @@ def attend_lists(
     page = page or PageStride(1, 1)
     compiled = module()
     if compiled is not None:
-        # float16 is converted, because C++ has it on few compilers.
+        # C++ has float16 on few compilers. Copies are contiguous, also of heads that overlap.
         dtype = q.dtype if q.dtype is torch.bfloat16 else torch.float32
-        written = out.float() if out.dtype is torch.float16 else out
+        written = out if out.dtype in (torch.bfloat16, torch.float32) else out.float()
         rope = q[..., :0] if q_rope is None else q_rope
         compiled.attend_rows(
-            written, lse, q.detach().to(dtype), rope.detach().to(dtype), pool, entries, lists, limits,
+            written, lse, q.detach().to(dtype, memory_format=torch.contiguous_format),
+            rope.detach().to(dtype, memory_format=torch.contiguous_format), pool, entries, lists, limits,
             row_layout(fmt), scale, k_scale, *page, batch_invariant, torch.get_num_threads(),
         )  # fmt: skip
         if written is not out:

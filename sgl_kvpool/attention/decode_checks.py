@@ -134,6 +134,7 @@ def page(value: tuple[int, int] | tuple[int, int, int] | None) -> PageStride | N
 
 def scale(value: float) -> float:
     """Check the softmax scale in float32, in which kernels use it."""
+    value = float(value)
     if not math.isfinite(ctypes.c_float(value).value):
         raise ValueError(
             f"scale={value!r} is not finite in float32; pass the softmax scale, head_dim ** -0.5 as a rule"
@@ -158,14 +159,7 @@ def output(
             f"out has stride {tensor.stride(-1)} between the values of a head, expected 1; allocate another"
         )
     checks.same_device(pool, "pool", tensor, name)
-    extent = 1
-    for stride, size in sorted((abs(tensor.stride(i)), n) for i, n in enumerate(shape) if n > 1):
-        if stride < extent:
-            raise ValueError(
-                f"{name} has strides {tuple(tensor.stride())} for shape {shape}, so that a write to one "
-                "value would change another; allocate it without overlap"
-            )
-        extent += stride * (size - 1)
+    checks.without_overlap(tensor, name)
 
 
 def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:

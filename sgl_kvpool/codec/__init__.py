@@ -166,6 +166,9 @@ def fake_quant(
       gradient 1 too.
     TypeError, ValueError: as `encode_rows` and `MLAKVCacheLayout.row_format`, and if the dtypes differ.
     """
+    for name, values in (("k_nope", k_nope), ("k_rope", k_rope)):
+        if values is not None and values.dim() != 2:
+            raise ValueError(f"{name} has {values.dim()} dimensions, expected [tokens, values]; reshape it")
     rope_values = 0 if k_rope is None else k_rope.shape[-1]
     fmt = MLAKVCacheLayout.parse(layout).row_format(k_nope.shape[-1], rope_values)
     checks.output_dtype(k_nope.dtype)
@@ -180,7 +183,8 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, k_nope, k_rope, fmt: RowFormat, k_scale: float):
         rows = encode_rows(k_nope, k_rope, fmt, k_scale)
-        nope, rope = torch.empty_like(k_nope), None if k_rope is None else torch.empty_like(k_rope)
+        nope = k_nope.new_empty(k_nope.shape)
+        rope = None if k_rope is None else k_rope.new_empty(k_rope.shape)
         rope_out, k_scale = checks.optional_rope(rope, fmt, name="k_rope"), checks.scale(k_scale, fmt)
         _backend(rows).gather_parts(rows, None, fmt, nope, rope_out, k_scale)
         return nope, rope

@@ -77,8 +77,9 @@ def values(
                 f"k_rope has {len(k_rope)} rows and k_nope {len(k_nope)}; pass one row of each per token"
             )
         same_device(k_nope, "k_nope", k_rope, "k_rope")
-        k_rope = k_rope.to(torch.bfloat16)
-    return k_nope.to(torch.bfloat16), k_rope
+        k_rope = k_rope.to(torch.bfloat16, memory_format=torch.contiguous_format)
+    # Otherwise torch may choose strides that kernels do not read, for rows that overlap.
+    return k_nope.to(torch.bfloat16, memory_format=torch.contiguous_format), k_rope
 
 
 def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False) -> None:
@@ -132,11 +133,27 @@ def output(
             f"{name} has {len(tensor)} rows for {tokens} slots; pass {name}[:{tokens}] or allocate that many"
         )
     same_device(rows, "pool", tensor, name)
+    without_overlap(tensor, name)
+
+
+def without_overlap(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor to be written if two of its values may share memory."""
+    extent = 1
+    for stride, size in sorted((abs(tensor.stride(i)), n) for i, n in enumerate(tensor.shape) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, so that a "
+                "write to one value would change another; allocate it without overlap"
+            )
+        extent += stride * (size - 1)
 
 
 def scale(k_scale: float, fmt: RowFormat) -> float:
     """k_scale rounded to float32, as kernels use it; 1.0 for layouts without k_scale."""
-    rounded = ctypes.c_float(k_scale).value
+    try:
+        rounded = ctypes.c_float(k_scale).value
+    except (TypeError, OverflowError):
+        raise TypeError(f"k_scale={k_scale!r} is no number; pass the layer's scale") from None
     if not (math.isfinite(rounded) and rounded > 0):
         raise ValueError(
             f"k_scale={k_scale!r} is {rounded!r} in float32, which is not finite and positive; "

@@ -192,6 +192,9 @@ REFUSED = {
     "fake_quant dtype": (TypeError, r"k_rope is float32, allowed beside k_nope .*: bfloat16; convert",
                          lambda: fake_quant(NOPE.bfloat16(), ROPE, "fp4")),
     "fake_quant layout": (ValueError, r"'fp5'; choose one of: .*fp4", lambda: fake_quant(NOPE, ROPE, "fp5")),
+    "fake_quant shape": (ValueError, "k_nope has 0 dimensions", lambda: fake_quant(NOPE[0, 0], None, "fp4")),
+    "overlap": (ValueError, "out has strides .* overlap",
+                lambda: gather_rows(POOL, SLOT.expand(2), FMT, out=torch.zeros(1, 576).bfloat16().expand(2, 576))),
     "rows": (ValueError, r"rows has shape", lambda: decode_rows(POOL[:, :16], FMT)),
 }  # fmt: skip
 
@@ -205,6 +208,8 @@ def test_refuses(case):
 
 @pytest.mark.parametrize("k_scale", [0.0, -1.0, float("nan"), float("inf"), 1e-46, 1e39])
 def test_refuses_k_scale(k_scale):
+    with pytest.raises(TypeError, match="k_scale=None is no number; pass the layer's scale"):
+        encode_rows(NOPE, ROPE, FMT, k_scale=None)
     with pytest.raises(ValueError, match=r"k_scale=.*finite and positive"):
         encode_rows(NOPE, ROPE, FMT, k_scale=k_scale)
     with pytest.raises(ValueError, match=r"k_scale=.*finite and positive"):

@@ -64,6 +64,7 @@ def checkpoints(tmp_path_factory):
         "mla3": variant("mla3", **three),
         **{f"mtp{n}": variant(f"mtp{n}", num_nextn_predict_layers=n) for n in range(3)},
         "norope": variant("norope", qk_rope_head_dim=0),
+        "glm-lite": variant("glm-lite", architectures=["Glm4MoeLiteForCausalLM"]),
         "rank256": variant("rank256", kv_lora_rank=256),
         "rank448": variant("rank448", kv_lora_rank=448),
         "rope32": variant("rope32", qk_rope_head_dim=32),

@@ -84,6 +84,8 @@ mla cuda bf16 EAGLE --prefill-attention-backend triton --decode-attention-backen
   --speculative-algorithm EAGLE needs .* prefill uses triton and decode uses kvpool_mla; use
 mla cuda bf16 EAGLE --attention-backend flashinfer --speculative-draft-attention-backend kvpool_mla
   --speculative-draft-attention-backend kvpool_mla is not used beside .* flashinfer of the target;
+mla cuda fp8 --decode-attention-backend flashmla --enable-deterministic-inference
+  --enable-deterministic-inference does not .* kvpool_mla for prefill and flashmla for decode, .* alone$
 mla cuda fp4 EAGLE --enable-deterministic-inference
   --enable-deterministic-inference does not work with attention backend kvpool_mla: the queries of a verif
 mla cuda fp4 EAGLE --speculative-draft-window-size 512
@@ -138,6 +140,8 @@ dsa cuda fp8_block_scale DCP
   --dcp-size 2 does not .* fp8_block_scale and DeepseekV32ForCausalLM: .*for Blackwell, .*; leave it out
 kda cuda bf16 DCP
   --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: .* layers that keep states .*; leave it out
+glm-lite cuda fp4 DCP
+  --dcp-size 2 does not .* fp4 and Glm4MoeLiteForCausalLM: SGLang does not gather the rows .*; leave it out
 mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
 mla cuda fp4 DCP TIER --hicache-storage-backend nixl

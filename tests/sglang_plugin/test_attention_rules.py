@@ -100,6 +100,7 @@ def test_devices():
     assert KVPOOL_DEVICES == ("cpu", "cuda")
     view = SimpleNamespace(
         dcp_size=1,
+        enable_deterministic_inference=False,
         attention_backend=OURS,
         prefill_attention_backend=None,
         decode_attention_backend=None,
@@ -146,6 +147,7 @@ def test_every_feature(field, value):
     off = {feature.field: None for feature in BACKEND_FEATURES}
     view = SimpleNamespace(
         dcp_size=1,
+        enable_deterministic_inference=False,
         attention_backend=OURS,
         prefill_attention_backend=None,
         decode_attention_backend=None,

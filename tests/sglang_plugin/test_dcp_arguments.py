@@ -31,6 +31,18 @@ def test_host_tiers(resolved, capfd, store):
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rl-on-policy-target", "fsdp"], "--dcp-size 2 .* fp4 and --enable-deterministic-inference: "),
+        (["--dcp-size", "3"], "--dcp-size 3 does not divide --tp-size 4, .*; give a divisor of it"),
+    ],
+)
+def test_servers_that_do_not_fit_are_refused(resolved, argv, message):
+    with pytest.raises(ValueError, match=message):
+        resolved("fp4", *argv)
+
+
 def test_prefill_from_stored_rows_is_refused(resolved, monkeypatch):
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="and KVPOOL_PREFILL_READS_ROWS=1: .* on several ranks; leave out"):

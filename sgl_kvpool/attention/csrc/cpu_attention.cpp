@@ -49,6 +49,7 @@ void attend_rows(TensorView out, TensorView lse, TensorView q, TensorView q_rope
   call.k_scale = static_cast<float>(k_scale);
   for (int64_t number = 0; number < call.list_count; ++number) {
     const kvpool::RowList& list = call.lists[number];
+    if (list.tokens == 0) continue;
     const int64_t* first = call.limits + list.first_token;
     const int64_t most = *std::max_element(first, first + list.tokens);
     for (int64_t position = 0; position < most; ++position) {

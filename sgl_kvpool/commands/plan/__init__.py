@@ -260,7 +260,7 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is None:
             continue
-        if {name, other}.intersection(_names(rest)):
+        if any(len(one) > 2 and any(of.startswith(one) for of in (name, other)) for one in _names(rest)):
             raise ValueError(f"{name} {value} is given after -- too; leave out one of the two")
         passed_on += [name, str(value)]
     arguments.server_arguments = [*passed_on, *rest]

@@ -23,7 +23,7 @@ Compiled code is kept in folders, which are printed. A server finds it there if 
 with the same variables, on the same kind of machine, with the same versions of all packages. The variables
 that move the folders, on a CPU: {", ".join(VARIABLES["cpu"])}. On CUDA: {", ".join(VARIABLES["cuda"])};
 SGLang puts the last two into SGLANG_CACHE_DIR (~/.cache/sglang) unless they are set. The CUDA part has not
-been run yet.
+been run yet. A server with --dcp-size compiles its decode kernels when it starts.
 """
 
 

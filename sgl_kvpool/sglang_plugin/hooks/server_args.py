@@ -289,6 +289,7 @@ def _finish(server_args):
     if sparse:
         dsa_rules.check_resolved(layout, model_config, view)
     else:
+        dcp_rules.check(layout, model_config, view)  # again: SGLang has set some fields since
         attention_rules.check_backends(layout, arrangement, view)
         attention_rules.check_model(model_config, view)
     models.check_resolved_dtype(layout, view.kv_cache_dtype, is_dsa=sparse)

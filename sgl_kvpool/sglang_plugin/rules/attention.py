@@ -162,6 +162,12 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         )
     dcp_rules.check_backends(layout, in_use, view)
     if KVPOOL_BACKEND in in_use:
+        if view.enable_deterministic_inference and in_use[0] != in_use[1]:
+            raise Refusal(
+                f"--enable-deterministic-inference does not work with attention backends {in_use[0]} for "
+                f"prefill and {in_use[1]} for decode, whose results differ; use --attention-backend "
+                f"{KVPOOL_BACKEND} alone"
+            )
         _check_device(view)
         _check_features(BACKEND_FEATURES, view, layout, arrangement)
     _check_speculation(in_use, view, layout, arrangement)

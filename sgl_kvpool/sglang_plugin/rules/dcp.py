@@ -13,6 +13,9 @@ from sgl_kvpool.sglang_plugin.rules.features import DCP_FEATURES, first_in_use
 
 fields("dcp_size")
 
+#: Models of which SGLang gathers the rows of several ranks for a prefill.
+_GATHERED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+
 
 def is_used(view: Any) -> bool:
     """Whether the rows of a sequence are spread over several ranks."""
@@ -24,6 +27,11 @@ def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
     if not is_used(view):
         return
     ours = f"--dcp-size {view.dcp_size} does not work with {LAYOUT.flag} {layout}"
+    if view.tp_size % view.dcp_size:
+        raise Refusal(
+            f"--dcp-size {view.dcp_size} does not divide --tp-size {view.tp_size}, whose ranks it groups; "
+            "give a divisor of it"
+        )
     if view.device == "cpu":
         raise Refusal(f"{ours} on a CPU: SGLang allocates slots for it on GPUs only; leave it out")
     if is_dsa(model_config):
@@ -35,6 +43,11 @@ def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
         raise Refusal(
             f"{ours} and {model_name(model_config)}: with layers that keep states it has not been tested; "
             "leave it out"
+        )
+    if model_name(model_config) not in _GATHERED:
+        raise Refusal(
+            f"{ours} and {model_name(model_config)}: SGLang does not gather the rows of several ranks for "
+            "its prefills; leave it out"
         )
     if getattr(model_config.hf_text_config, "llama_4_scaling", None):
         raise Refusal(

@@ -194,7 +194,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         fixed = has_fixed_query_length(forward_batch.forward_mode)
         if not fixed and not is_absorbed(layer, self.token_to_kv_pool):
             if self._lists.deterministic:
-                raise RuntimeError("the MHA form attends a chunk before it is stored, so chunks would show")
+                raise RuntimeError(
+                    f"layer {layer.layer_id} prefills in the MHA form, whose results depend on chunks; serve "
+                    "this model without --enable-deterministic-inference"
+                )
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if fixed or self._lists.deterministic:
             return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)

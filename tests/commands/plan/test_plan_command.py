@@ -68,6 +68,7 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
         ),
         (["--model", V32, "--", "A=1", "sglang", "serve"], "'A=1 sglang serve' is no program"),
         (["--model", V32, "--pp-size", "2", "--", "--pp-size=2"], "--pp-size 2 is given after -- too"),
+        (["--model", V32, "--pp-size", "2", "--", "--pp-si", "4"], "--pp-size 2 is given after -- too"),
         (["--model", V32, "--dcp-size", "2", "--", "--decode-context-parallel-size", "4"], "--dcp-size 2 is"),
         (["--model", V32, "--host-gb", "9", "--", "--hicache-ratio", "2"], "--hicache-ratio is set by this"),
         (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is set by this command"),
