@@ -194,7 +194,7 @@ REFUSED = {
     "fake_quant layout": (ValueError, r"'fp5'; choose one of: .*fp4", lambda: fake_quant(NOPE, ROPE, "fp5")),
     "fake_quant shape": (ValueError, "k_nope has 0 dimensions", lambda: fake_quant(NOPE[0, 0], None, "fp4")),
     "overlap": (ValueError, "out has strides .* without overlap",
-                lambda: gather_rows(POOL, SLOT.expand(2), FMT, out=torch.zeros(1, 192).bfloat16().expand(2, 192))),
+                lambda: gather_rows(POOL, SLOT.expand(2), FMT, out=ROPE[:1, :1].bfloat16().expand(2, 192))),
     "rows": (ValueError, r"rows has shape", lambda: decode_rows(POOL[:, :16], FMT)),
 }  # fmt: skip
 
