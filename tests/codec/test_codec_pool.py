@@ -146,6 +146,7 @@ def test_rope_of_no_columns_is_no_rope():
 
 FMT = row_format("fp4", 128, 64)
 POOL = torch.zeros(4, 208, dtype=torch.uint8)
+OVERLAP = torch.zeros(1, 192, dtype=torch.bfloat16).expand(2, 192)
 NOPE, ROPE, SLOT = torch.zeros(2, 128), torch.zeros(2, 64), torch.tensor([0, 1])
 REFUSED = {
     "nope width": (ValueError, r"k_nope has shape \(2, 127\).*128.*row_format",
@@ -194,7 +195,7 @@ REFUSED = {
     "fake_quant layout": (ValueError, r"'fp5'; choose one of: .*fp4", lambda: fake_quant(NOPE, ROPE, "fp5")),
     "fake_quant shape": (ValueError, "k_nope has 0 dimensions", lambda: fake_quant(NOPE[0, 0], None, "fp4")),
     "overlap": (ValueError, "out has strides .* without overlap",
-                lambda: gather_rows(POOL, SLOT.expand(2), FMT, out=ROPE[:1, :1].bfloat16().expand(2, 192))),
+                lambda: gather_rows(POOL, SLOT.expand(2), FMT, out=OVERLAP)),
     "rows": (ValueError, r"rows has shape", lambda: decode_rows(POOL[:, :16], FMT)),
 }  # fmt: skip
 
