@@ -25,7 +25,7 @@ from sgl_kvpool.transfer.host_options import HostTierOptions
 
 HEADS = backend_cases.HEADS
 #: Prefills of two requests, one behind the other, and a decode: lengths, and how many are stored before.
-FIRST, SECOND, DECODE = ([8, 4], [0, 0]), ([13, 19], [8, 4]), ([14, 20], [13, 19])
+FIRST, SECOND, DECODE = ([8, 4], [0, 0]), ([14, 19], [8, 4]), ([15, 20], [14, 19])
 #: Prefixes that end within a group of ranks, as behind a chunk of odd length.
 UNEVEN = ([15, 21], [13, 19])
 
@@ -153,7 +153,7 @@ def forms(rank, ranks, layout, options):
     check("decode", DECODE, "DECODE", "MLA", DECODE[0])
     layer.attention.chunked_prefix_cache_threshold = sum(UNEVEN[1]) + 1
     check("uneven prefixes", UNEVEN, "EXTEND", "MLA", UNEVEN[1])
-    later = [15, 21], [14, 20]
+    later = [16, 21], [15, 20]
     found["graph"] = distance(layer.replayed(DECODE, later), layer.wanted(*later, later[0]))
     assert check_rows(layer.case.pool) == "rows of 3 of 3 layers"
     assert "attention of 3 requests" in check_backend(layer.backend, layer.attention.attn_mqa_for_dcp_decode)
