@@ -208,9 +208,6 @@ def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
                 yield prefill, decode
 
 
-# -------------------------------------------------------------------- unsupported combinations
-
-
 def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
     """Refuse modes of extends in which rows cannot be gathered."""
     wired = IMPLEMENTATIONS[prefill].ragged_modes

@@ -92,9 +92,6 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     return states + sum(buffer_bytes(view.page_size * each) for each in (target_bytes, draft_bytes) if each)
 
 
-# -------------------------------------------------------------------- attention workspaces
-
-
 def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     """Bytes that our attention allocates once, by the target's KVCacheConfigurator; 0 if it is not in use."""
     from sglang.srt.arg_groups.overrides import resolving_view

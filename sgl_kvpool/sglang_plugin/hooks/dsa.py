@@ -98,9 +98,6 @@ def reader_of(backend: Any) -> Any:
     return getattr(backend, _READER, None)
 
 
-# -------------------------------------------------------------------- the transform
-
-
 @around(f"{_BACKEND}.set_dsa_prefill_impl", "sparse attention")
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
     """Restore the user's `flashmla_auto` before SGLang chooses an implementation for a batch.
@@ -150,9 +147,6 @@ def _init_forward_metadata(original, self, forward_batch):
         padding = len(metadata.dsa_cache_seqlens_int32) - len(offsets)
         offsets = torch.nn.functional.pad(offsets, (0, padding))
     self.forward_metadata = replace(metadata, topk_indices_offset=offsets)
-
-
-# -------------------------------------------------------------------- readers
 
 
 @around(

@@ -43,9 +43,6 @@ uses(
 uses("sglang.srt.mem_cache.utils.get_storage_hash_str", "host tier", takes=("key", "prior_hash", "page_size"))
 
 
-# -------------------------------------------------------------------- construction
-
-
 @around("sglang.srt.mem_cache.hicache_auto_size._estimate_hicache_bytes", "host tier")
 def _estimate_hicache_bytes(original, params, draft_plan):
     """Bytes of the host pools at a ratio of 1, by which SGLang lowers the default ratio until they fit.
@@ -195,9 +192,6 @@ def _check_folders(storage_backend: str, configuration: Any) -> None:
         warning = store.warning(folder)
         if warning is not None:
             logger.warning("sgl-kvpool: %s", warning)
-
-
-# -------------------------------------------------------------------- before anything is queued
 
 
 @around(f"{_HYBRID_CONTROLLER}.load", "host tier")

@@ -82,9 +82,6 @@ def requested_arrangement(configurator: Any) -> KVArrangement:
     return arrangement_of(configurator.server_args)
 
 
-# -------------------------------------------------------------------- the pool
-
-
 @around(f"{_CONFIGURATOR}._resolve_kv_pool_class", "pools")
 def _resolve_kv_pool_class(original, self, *, kind, default):
     """Our class for pools of rows, with its options: target and draft pools take their class from here."""
@@ -272,8 +269,6 @@ def _publish_metrics(server_args: Any) -> None:
             dcp_size=view.dcp_size,
         )
 
-
-# -------------------------------------------------------------------- hybrid models
 
 # The class that the builder of pools finds by its global name and constructs.
 uses("sglang.srt.mem_cache.kv_cache_configurator.HybridLinearKVPool", "hybrid models")

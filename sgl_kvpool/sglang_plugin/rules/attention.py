@@ -71,9 +71,6 @@ def is_chosen(
     return arrangement is KVArrangement.PAGE_MAJOR or (dcp_size or 1) > 1
 
 
-# -------------------------------------------------------------------- reading
-
-
 def check_named(
     layout: MLAKVCacheLayout,
     arrangement: KVArrangement,
@@ -178,9 +175,6 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
         # draft model is checked when it is built.
         check_draft(layout, arrangement, draft, view.device)
-
-
-# -------------------------------------------------------------------- our backend
 
 
 def _check_device(view: Any) -> None:

@@ -146,8 +146,6 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         )
         self.storage_format_tag = storage_format_tag(pools, self.page_size, host_layout)
 
-    # ---------------------------------------------------------------- construction
-
     @overrides
     def _allocate_host_buffer(self) -> None:
         if self._beside_bytes:

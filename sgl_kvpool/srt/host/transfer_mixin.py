@@ -37,8 +37,6 @@ class TransferMixin(StorageMixin):
         """Parts of a layer, as (channel, index in its group); `layer_id` is the controller's number."""
         raise NotImplementedError
 
-    # ---------------------------------------------------------------- page state
-
     @overrides
     def clear(self) -> None:
         """Free all pages and discard their contents."""
@@ -96,8 +94,6 @@ class TransferMixin(StorageMixin):
             return None
         num_pages = kv_group(self._device_views[0]).num_pages
         return slot_list_problem(device_indices, self.logical_page_size, num_pages, first_page=1)
-
-    # ---------------------------------------------------------------- transfers
 
     @overrides
     def load_to_device_per_layer(

@@ -72,8 +72,6 @@ class _TierCheck:
         self._host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # slots, own pages, bytes
         self._sent: list[torch.Tensor] = []
 
-    # ---------------------------------------------------------------- steps
-
     def fill(self) -> None:
         """Write rows into free pages of the device."""
         slots = self._allocator.alloc(self.pages * self._tier.logical_page_size)
@@ -151,8 +149,6 @@ class _TierCheck:
             host, own, former = self._host
             self._tier.kv_buffer[own] = former
             self._controller.mem_pool_host.free(host)
-
-    # ---------------------------------------------------------------- what is expected
 
     def _kept(self, slots: torch.Tensor) -> list[PageBytes]:
         """The pages of device slots in every pool; their bytes are kept for `restore`."""
