@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_argument(
         "--windows",
-        type=int,
+        type=arguments.whole,
         metavar="N",
         help="windows of text that are scored (as many as five minutes allow, 16 to 128; bytes: 32)",
     )

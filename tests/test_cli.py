@@ -31,6 +31,7 @@ def test_layouts(capsys):
         (["demo", "--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
         *((["demo", "--model", "bytes", "--print-command", "--port", port], "from 1 to 65535")
           for port in ("0", "65536", "-1", "x", "", "1e3", "\u0663")),
+        (["demo", "--model", "bytes", "--windows", "0", "--print-model-path"], "--windows: 0 is not a whole"),
         (["demo", "--port", "31234"], "Add --print-command, or leave --port out"),
         # Before a server starts.
         (["demo", "--model", "bytes", "--out", "{file}"], "is a file; name a folder with --out"),

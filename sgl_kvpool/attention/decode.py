@@ -38,9 +38,11 @@ def workspace_bytes(
       their sizes.
     `sm_count`: Streaming multiprocessors of the device.
     `batch_invariant`: Value passed to `mla_decode`.
+
+    ValueError if `queries_per_list` is not a positive integer.
     """
     most = 0
-    lists = max(1, max_tokens // queries_per_list)
+    lists = max(1, max_tokens // whole_number("queries_per_list", queries_per_list))
     if batch_invariant:
         config = decode_config(fmt, heads, queries_per_list, INVARIANT_LISTS, max_rows, sm_count)
         return partial_elements(fmt, lists * queries_per_list, heads, config.splits) * torch.float32.itemsize

@@ -1,15 +1,31 @@
 """Arguments that several commands have."""
 
 import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import shown
 
 
 def whole(text: str, most: int = (1 << 31) - 1) -> int:
     """Type of an argument: a whole number from 1 to `most`."""
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to {most}")
+    # Python converts no more than 4300 digits.
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and 1 <= int(text) <= most):
+        value = text if len(text) <= 20 else shown(text)
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number from 1 to {most}")
     return int(text)
+
+
+@contextmanager
+def naming(argument: str, path: object) -> Iterator[None]:
+    """Raise ValueError with the argument's name if what it names cannot be opened or decoded in the block."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{argument} {shown(str(path))}: {reason}; name another") from None
 
 
 def add_layouts(parser: argparse.ArgumentParser, which: str) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 _GIB = 1 << 30
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+#: Bytes of weights in `metadata` of a checkpoint's index, and of the file that a pointer of git-lfs replaces.
+_TOTAL_SIZE = re.compile(rb'"total_size"\s*:\s*(\d{1,18})')
+_LFS_POINTER = re.compile(rb"version https://git-lfs.*^size (\d{1,18})$", re.DOTALL | re.MULTILINE)
 #: Time limit for fetching a configuration from Hugging Face, in seconds.
 FETCH_LIMIT_S = 20.0
 #: Files that SGLang reads before it loads weights: configurations, and the code that they name.
@@ -65,9 +68,22 @@ class NamedModel:
 
 
 def weights_gib(folder: Path) -> float | None:
-    """Size of a checkpoint's safetensors files, in units of 2^30 bytes; None without such files."""
-    size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    """Size of a checkpoint's safetensors files, in units of 2^30 bytes; None without such files.
+
+    Files that are not here yet count: pointers of git-lfs with the size that they name, and missing ones by
+    the index.
+    """
+    size_bytes = sum(map(_size_bytes, folder.glob("*.safetensors")))
+    index = folder / "model.safetensors.index.json"
+    total = index.is_file() and _TOTAL_SIZE.search(index.read_bytes())
+    size_bytes = max(size_bytes, int(total[1]) if total else 0)
     return size_bytes / _GIB if size_bytes else None
+
+
+def _size_bytes(file: Path) -> int:
+    size_bytes = file.stat().st_size
+    pointer = size_bytes < 1024 and _LFS_POINTER.match(file.read_bytes())
+    return int(pointer[1]) if pointer else size_bytes
 
 
 def _fetched(name: str) -> str:

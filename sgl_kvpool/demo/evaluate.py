@@ -11,14 +11,17 @@ import hashlib
 import json
 import os
 import time
-from contextlib import ExitStack
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.commands.arguments import add_layouts, add_server_arguments
+from sgl_kvpool.commands.arguments import add_layouts, add_server_arguments, naming
 from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.demo import report, smollm2
 from sgl_kvpool.demo.compare import info_of, measured_on, result_of, with_differences
 from sgl_kvpool.demo.forks import Forks
@@ -148,24 +151,44 @@ class _Evaluation:
         self.characters = self.scored_tokens = 0
         self._json = folder / "evaluate.json"
         if self._json.exists():
-            earlier = json.loads(self._json.read_text("utf-8"))
-            if earlier["evaluated"] != subject.facts:
-                differ = [
-                    name for name, value in subject.facts.items() if earlier["evaluated"].get(name) != value
-                ]
+            with self._reading(self._json):
+                earlier = json.loads(self._json.read_text("utf-8"))
+                before, now = earlier["evaluated"], subject.facts
+                differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+                if not differ:
+                    self.characters = earlier["hidden_characters"]
+                    self.scored_tokens = earlier["held_out_tokens_scored"]
+                    self.results = {one.layout: one for one in report.read_results(earlier)}
+            if differ:
                 raise ValueError(
                     f"{folder} has results of another {', '.join(differ)}; name another folder with --out"
                 )
-            self.characters = earlier["hidden_characters"]
-            self.scored_tokens = earlier["held_out_tokens_scored"]
-            self.results = {one.layout: one for one in report.read_results(earlier)}
+            for layout in self.results:
+                self.scores(layout)
 
     def scores_path(self, layout: str) -> Path:
         return self.folder / f"scores-{layout}.json.gz"
 
     def scores(self, layout: str) -> Scores:
-        with gzip.open(self.scores_path(layout), "rt", encoding="utf-8") as file:
-            return Scores(**json.load(file))
+        path = self.scores_path(layout)
+        with self._reading(path), gzip.open(path, "rt", encoding="utf-8") as file:
+            scores = Scores(**json.load(file))
+            parts = scores.log_probabilities, scores.top_tokens, scores.best
+            counts = {sum(map(len, part)) for part in parts}
+            if counts != {self.scored_tokens}:
+                raise ValueError(f"not the {self.scored_tokens} tokens of evaluate.json")
+        return scores
+
+    @contextmanager
+    def _reading(self, file: Path) -> Iterator[None]:
+        """Raise ValueError with the way out if a file of the folder is damaged or of another program."""
+        try:
+            yield
+        except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is damaged ({type(error).__name__}: {error}); remove {self._json} to begin again, "
+                "or name another folder with --out"
+            ) from None
 
     def ask(self, server: Server, layout: MLAKVCacheLayout, start_seconds: float) -> tuple[None, str]:
         """Score the windows and look for hidden numbers; writes what was found."""
@@ -218,19 +241,21 @@ class _Evaluation:
 def run(arguments: argparse.Namespace) -> int:
     """Serve, ask, print, write; returns 1 if a server failed.
 
-    ValueError if an argument is invalid, or the folder has results of another run; OSError if the model or
-    the text cannot be read, or the results cannot be written.
+    ValueError if an argument is invalid, model or text cannot be read, or the folder has damaged results or
+    those of another run; OSError if the results cannot be written.
     """
     subject, weights_gib, context_tokens = _subject(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    with naming("--out", arguments.out):
+        arguments.out.mkdir(parents=True, exist_ok=True)
     evaluation = _Evaluation(subject, arguments.out)
     # The reference comes first: it has the smallest pool, which every hidden number must fit.
     layouts = sorted(arguments.layouts or MLAKVCacheLayout, key=lambda one: one is not MLAKVCacheLayout.BF16)
     left = [layout for layout in layouts if layout.value not in evaluation.results]
     for layout in (one for one in layouts if one not in left):
         print(f"{layout}: taken from {arguments.out}")
-    on_cpu = ("--device", "cpu") in zip(subject.arguments, subject.arguments[1:], strict=False)
-    print(_estimate(subject, len(left), weights_gib, context_tokens, on_cpu), flush=True)
+    on_cpu = "--device cpu" in " ".join(subject.arguments).replace("--device=", "--device ")
+    estimate = _estimate(subject, len(left), weights_gib, context_tokens, on_cpu)
+    print(estimate if left else "nothing is left to serve", flush=True)
     with ExitStack() as stack:
         # A process that has initialized CUDA cannot be forked.
         forks = import_once(stack.enter_context(Forks())) if on_cpu and left else None
@@ -258,30 +283,36 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     for word in arguments.server_arguments:
         if (name := word.partition("=")[0]) in _OURS:
             raise ValueError(f"{name} is set by this command; leave it out after --")
-    if Path(arguments.model).is_file():
-        raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")
     if arguments.windows < 2 or arguments.window_tokens < 128 or (arguments.hidden_tokens or 0) < 0:
         raise ValueError("--windows is 2 at least, --window-tokens 128, and --hidden-tokens 0")
-    model = find_model(arguments.model)
-    with model.sglang_path() as path:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
-    config = {**config, **config.get("text_config", {})}
-    if "kv_lora_rank" not in config:
+    with naming("--model", arguments.model):
+        if Path(arguments.model).is_file():
+            raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")
+        model = find_model(arguments.model)
+        with model.sglang_path() as path:
+            config = json.loads((Path(path) / "config.json").read_text("utf-8", errors="replace"))
+    check_sizes(config)
+    texts = config.get("text_config")
+    config = {**config, **(texts if isinstance(texts, dict) else {})}
+    missing = [name for name in ("kv_lora_rank", "qk_rope_head_dim") if config.get(name) is None]
+    if missing:
         raise ValueError(
-            f"--model {arguments.model} is not an MLA model: its config.json has no kv_lora_rank"
+            f"--model {arguments.model} is not an MLA model: its config.json has no {' and '.join(missing)}"
         )
+    with naming("--text", arguments.text):
+        text = arguments.text.read_text("utf-8")
     subject = _Subject(
         model=arguments.model,
         rank=config["kv_lora_rank"],
         rope=config["qk_rope_head_dim"],
         prefix_tokens=arguments.window_tokens // 2 // 64 * 64 if "index_topk" in config else 0,
-        text=arguments.text.read_text("utf-8"),
+        text=text,
         windows=arguments.windows,
         window_tokens=arguments.window_tokens,
         hidden_tokens=arguments.hidden_tokens,
         arguments=tuple(arguments.server_arguments),
     )
-    return subject, model.weights_gib, config.get("max_position_embeddings", _MOST_HIDDEN_TOKENS)
+    return subject, model.weights_gib, config.get("max_position_embeddings") or _MOST_HIDDEN_TOKENS
 
 
 def _estimate(

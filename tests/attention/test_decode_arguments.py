@@ -328,3 +328,5 @@ def test_workspace_is_enough_for_every_batch(queries):
         partial_results(DecodeWorkspace(4, "cpu"), config, FP4, queries, 16, workspace.buffer.device)
     with pytest.raises(ValueError, match="size_bytes=-1"):
         DecodeWorkspace(-1, "cpu")
+    with pytest.raises(ValueError, match="queries_per_list=0 is not a positive integer"):
+        workspace_bytes(FP4, 16, 60, 4096, queries_per_list=0)

@@ -1,11 +1,16 @@
 """What `sgl-kvpool evaluate` computes, and what it refuses before a server starts."""
 
+import argparse
+import dataclasses
+import gzip
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from sgl_kvpool.cli import main
+from sgl_kvpool.demo import evaluate, report
 from sgl_kvpool.demo.measure import Scores, compare_scores, divergence, found_passkey, passkey_prompt
 from sgl_kvpool.demo.model import model_path
 
@@ -83,7 +88,10 @@ def test_divergences_of_windows():
         (["--", "--port=3"], "--port is set by this command"),
         (["--windows", "1"], "--windows is 2 at least, --window-tokens 128, and --hidden-tokens 0"),
         (["--hidden-tokens", "-1"], "--hidden-tokens 0"),
-        (["--text", "/no/such/file"], "No such file"),
+        (["--text", "/no/such/file"], "--text '/no/such/file': No such file or directory; name another"),
+        (["--text", sys.executable], "python': 'utf-8' codec can't decode byte"),
+        (["--model", "x" * 5000], "xxx...: File name too long; name another"),
+        (["--out", "/dev/null"], "--out '/dev/null': File exists; name another"),
     ],
 )
 def test_refusals(tmp_path, capsys, arguments, message):
@@ -93,10 +101,19 @@ def test_refusals(tmp_path, capsys, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_models_that_cannot_be_evaluated(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+@pytest.mark.parametrize(
+    ("config", "lacks"),
+    [
+        ({"num_hidden_layers": 2}, "kv_lora_rank and qk_rope_head_dim"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim"),
+        ({"text_config": None}, "kv_lora_rank and"),
+        ({"text_config": [{"kv_lora_rank": 512}]}, "kv_lora_rank and"),
+    ],
+)
+def test_models_that_cannot_be_evaluated(tmp_path, capsys, config, lacks):
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["evaluate", "--model", str(tmp_path)]) == 2
-    assert "is not an MLA model: its config.json has no kv_lora_rank" in capsys.readouterr().err
+    assert f"is not an MLA model: its config.json has no {lacks}" in capsys.readouterr().err
     assert main(["evaluate", "--model", str(tmp_path / "config.json")]) == 2
     assert "is a file; a server needs the checkpoint's folder" in capsys.readouterr().err
 
@@ -110,3 +127,43 @@ def test_a_folder_of_another_run(tmp_path, capsys):
     assert "has results of another model, " in said
     assert "; name another folder with --out" in said
     assert json.loads((tmp_path / "evaluate.json").read_text()) == earlier
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Folder, arguments and files of a run whose only layout was served: 2 windows of 3 scored tokens."""
+    folder = tmp_path_factory.mktemp("served")
+    config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["evaluate", "--model", str(folder), "--layouts", "fp4", "--", "--device=cpu"]
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    subject, _, _ = evaluate._subject(parser.parse_args(words[1:]))
+    result = report.Result("fp4", 416, None, 64, "kvpool_mla", 1.0, 2.0, 3.5)
+    facts = {"evaluated": subject.facts, "hidden_characters": 0, "held_out_tokens_scored": 6}
+    report.write_json(folder / "evaluate.json", [result], facts)
+    scores = Scores([[-1.0] * 3] * 2, [[5] * 3] * 2, [[[(5, -1.0)]] * 3] * 2)
+    return words, json.loads((folder / "evaluate.json").read_text()), dataclasses.asdict(scores)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"evaluated": null}', "{", "truncated", "fewer", "no", None])
+def test_a_damaged_folder_is_refused_before_a_server_starts(served, tmp_path, capsys, text):
+    words, earlier, scores = served
+    is_json = text is not None and text[0] in "[{"
+    (tmp_path / "evaluate.json").write_text(text if is_json else json.dumps(earlier))
+    if text == "fewer":
+        scores = {**scores, "top_tokens": scores["top_tokens"][1:]}
+    stored = gzip.compress(json.dumps(scores).encode())
+    damaged = tmp_path / ("evaluate.json" if is_json else "scores-fp4.json.gz")
+    if text != "no":
+        (tmp_path / "scores-fp4.json.gz").write_bytes(stored[:-9] if text == "truncated" else stored)
+    status = main([*words[:1], "--out", str(tmp_path), *words[1:]])
+    said = capsys.readouterr()
+    if text is None:
+        assert status == 0
+        assert "fp4: taken from" in said.out
+        assert "\nnothing is left to serve\n" in said.out
+        return
+    assert (status, said.out) == (2, "")
+    assert f"{damaged} is damaged (" in said.err
+    assert f"; remove {tmp_path / 'evaluate.json'} to begin again, or name another folder with" in said.err

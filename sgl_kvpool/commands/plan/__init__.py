@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.commands.arguments import add_server_arguments, whole
+from sgl_kvpool.commands.arguments import add_server_arguments, naming, whole
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
@@ -45,7 +45,7 @@ _PASSED_ON = {
     "--max-total-tokens": "",
 }
 #: Last words of the programs that take server arguments.
-_PROGRAMS = ("serve", "sglang.launch_server")
+_PROGRAMS = (("sglang", "serve"), ("-m", "sglang.launch_server"))
 
 #: Argument with the draft's checkpoint, whose configuration SGLang reads besides the model's.
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     ValueError for a model that does not exist or an invalid argument; OSError and NoAnswer as `ask`.
     """
-    model = find_model(arguments.model)
+    with naming("--model", arguments.model):
+        model = find_model(arguments.model)
     if model.config is not None:
         check_sizes(json.loads(model.config))
     _read_server_arguments(arguments)
@@ -234,7 +235,8 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
     words = list(arguments.server_arguments)
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     program = words[:first]
-    if program and (program[-1] not in _PROGRAMS or any("=" in word for word in program)):
+    ending = tuple(word.rpartition("/")[2] for word in program[-2:])
+    if program and (ending not in _PROGRAMS or any("=" in word for word in program)):
         raise ValueError(
             f"{' '.join(program)!r} is no program that serves; begin with its arguments, with sglang serve "
             "or with python -m sglang.launch_server, and set variables before sgl-kvpool"
@@ -247,6 +249,8 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
             rest.append(word)
             continue
         value = value if equals else next(remaining, "")
+        if not value:
+            raise ValueError(f"{name} after -- has no value; give one, or leave {name} out")
         if name in _TP:
             try:
                 found = whole(value)
@@ -294,8 +298,9 @@ def _names_in(file: Path) -> list[str]:
     import yaml  # installed with SGLang; without --config this process needs neither
 
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        with naming("--config", file):
+            found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
         raise ValueError(f"--config {file} is not YAML: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--config {file} contains no arguments: it is a {type(found).__name__}")

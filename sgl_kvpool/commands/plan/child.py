@@ -148,13 +148,19 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, SystemExit) as error:
         # The exceptions by which SGLang and our rules refuse arguments: the server would not start.
         traceback.print_exc()
-        return {"refused": str(error) or repr(error)}
+        return {"refused": str(error) or _failing_line(error)}
     except Exception as error:  # SGLang's configuration classes do not check fields
         traceback.print_exc()
         return {
             "failed": f"sizing ended with {type(error).__name__}: {error}. Fields of config.json that are "
             "missing or have another type than SGLang reads cause this; else report a bug"
         }
+
+
+def _failing_line(error: BaseException) -> str:
+    """For an exception without a text, such as of a bare `assert`: where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{error!r} of SGLang's {last.line!r} ({last.filename}, line {last.lineno})"
 
 
 def _describe(machine: Any) -> None:

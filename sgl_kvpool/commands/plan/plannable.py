@@ -51,7 +51,7 @@ def check_sizes(config: dict[str, Any]) -> None:
 
     SGLang does not check this.
     """
-    names = {name for names in _GEOMETRY for name in names}
+    names = {"max_position_embeddings", *(name for names in _GEOMETRY for name in names)}
     for name, value in _fields(config):
         least = 0 if name == "qk_rope_head_dim" else 1
         if name in names and (type(value) is not int or value < least):
@@ -81,6 +81,13 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
         )
     if view.page_size < 1:
         raise ValueError(f"--page-size {view.page_size} is not a number of tokens; give 1 or more")
+    layers = model_config.num_hidden_layers
+    if view.pp_size > layers:
+        raise ValueError(f"--pp-size {view.pp_size} is more than the {layers} layers; give {layers} at most")
+    nodes, parts = (view.nnodes, view.tp_size * view.pp_size), (view.dcp_size, view.tp_size)
+    for flag, (count, ranks) in (("--nnodes", nodes), ("--dcp-size", parts)):
+        if count < 1 or ranks % count:
+            raise ValueError(f"{flag} {count} does not divide {ranks} ranks; give a divisor of {ranks}")
 
 
 def check_heads(model_config: Any) -> None:

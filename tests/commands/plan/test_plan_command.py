@@ -42,6 +42,7 @@ NO_GPU = "is not the memory of one GPU in GiB (MiB divided by 1024); give a numb
                 ("--weights-gb -1", "--weights-gb: -1 is not memory in GiB; give a number of 0 or more, at"),
                 ("--tp 0", "--tp: 0 is not a whole number from 1 to 2147483647"),
                 ("--tp 1.5", "--tp: 1.5 is not a whole number"),
+                (f"--tp {'9' * 5000}", "9999... is not a whole number from 1"),
                 ("--context -1", "--context: -1 is not a whole number"),
             )
         ),
@@ -66,6 +67,12 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
             ["--model", V32, "--", "vllm", "serve-it", "--tp", "8"],
             "'vllm serve-it' is no program that serves",
         ),
+        (["--model", V32, "--", "vllm", "serve", "--tp", "8"], "'vllm serve' is no program that serves"),
+        (["--model", V32, "--", "--page-size", "64", "--tp"], "--tp after -- has no value; give one, or"),
+        (["--model", V32, "--", "--model="], "--model after -- has no value; give one, or leave"),
+        (["--model", "x" * 5000], "xxx...: File name too long; name another"),
+        (["--model", V32, "--", "--config", "/no/file"], "--config '/no/file': No such file or directory"),
+        (["--model", V32, "--", "--config", sys.executable], "python': 'utf-8' codec can't decode"),
         (["--model", V32, "--", "A=1", "sglang", "serve"], "'A=1 sglang serve' is no program"),
         (["--model", V32, "--pp-size", "2", "--", "--pp-size=2"], "--pp-size 2 is given after -- too"),
         (["--model", V32, "--pp-size", "2", "--", "--pp-si", "4"], "--pp-size 2 is given after -- too"),
@@ -110,6 +117,7 @@ def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
         (lambda config: [config], "contains a list"),
         (lambda config: config | {"num_hidden_layers": 0}, "num_hidden_layers 0; it must be a whole number"),
         (lambda config: config | {"kv_lora_rank": "512"}, "kv_lora_rank '512'; it must be a whole number"),
+        (lambda config: config | {"max_position_embeddings": "x"}, "max_position_embeddings 'x'; it must"),
         (lambda config: config | {"qk_rope_head_dim": -64}, "qk_rope_head_dim -64; it must be a whole"),
     ],
 )
@@ -129,6 +137,13 @@ def test_forms_of_model_names_and_folders(tmp_path):
         with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
             file.truncate(3 << 29)
     assert find_model(str(tmp_path)).weights_gib == 3.0
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'5' * 64}\nsize {1 << 29}\n"
+    (tmp_path / "model-1.safetensors").write_text(pointer)
+    assert find_model(str(tmp_path)).weights_gib == 2.0
+    # A third file is missing.
+    index = {"metadata": {"total_size": 5 << 29}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_model(str(tmp_path)).weights_gib == 2.5
     assert find_model(str(tmp_path)).launch_path == str(tmp_path)
     assert find_model(str(tmp_path / "config.json")).launch_path == str(tmp_path)
     assert find_model(V32).launch_path == "MODEL"
