@@ -118,6 +118,12 @@ def test_a_target_that_is_missed_is_said(monkeypatch, capsys):
     )
 
 
+def test_attention_on_a_cpu_is_measured(capsys):
+    assert main(["cpu_attention", "--quick", "--only", "layout=fp4", "--only", "heads=1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("times_as_fast_as torch") == 2  # one thread and two
+
+
 @pytest.mark.parametrize("name", ["codec", "attention", "transfer"])
 def test_files_that_cannot_be_written_are_known_before_the_measurement(name, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
