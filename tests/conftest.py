@@ -27,9 +27,19 @@ def _has_gpu() -> bool:
 HAS_GPU = _has_gpu()
 #: GPU tests run on the emulated device of tests/emulated_cuda.
 EMULATED = "--emulated" in sys.argv or os.environ.get("TEST_EMULATED") == "1"
+
+
+def _named():
+    """Paths that the command line names, of files and folders with tests."""
+    for before, word in zip(sys.argv, sys.argv[1:], strict=False):
+        path = Path(word.partition("::")[0]).resolve()
+        if path.is_relative_to(ROOT / "tests") and path.exists() and before not in ("--ignore", "--deselect"):
+            yield path
+
+
+NAMED = list(_named())
 #: Only tests of tests/ptxrun, which run compiled kernels on CPU tensors.
-NAMED = [arg for arg in sys.argv[1:] if arg.startswith("tests")]
-COMPILED = bool(NAMED) and all(arg.startswith("tests/ptxrun") for arg in NAMED)
+COMPILED = bool(NAMED) and all(path.is_relative_to(ROOT / "tests" / "ptxrun") for path in NAMED)
 COMPILED |= os.environ.get("TEST_COMPILED") == "1"  # a worker of `-n`
 if EMULATED:
     os.environ["TEST_EMULATED"] = "1"  # for the workers of `-n`

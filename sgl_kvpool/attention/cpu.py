@@ -86,6 +86,8 @@ def attend_lists(
     queries = q.float() if q_rope is None else torch.cat([q, q_rope], -1).float()
     step = entries.stride(-1)
     for first, token, tokens in lists.tolist():
+        if not tokens:
+            continue
         own = slice(token, token + tokens)
         results = queries.new_zeros((tokens, *out.shape[1:]))
         sums = queries.new_full((tokens, out.shape[1]), float("-inf"))

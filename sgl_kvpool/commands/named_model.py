@@ -15,6 +15,7 @@ _GIB = 1 << 30
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 #: Bytes of weights in `metadata` of a checkpoint's index, and of the file that a pointer of git-lfs replaces.
 _TOTAL_SIZE = re.compile(rb'"total_size"\s*:\s*(\d{1,18})')
+_FILE = re.compile(rb'"([^"/]+\.safetensors)"')
 _LFS_POINTER = re.compile(rb"version https://git-lfs.*^size (\d{1,18})$", re.DOTALL | re.MULTILINE)
 #: Time limit for fetching a configuration from Hugging Face, in seconds.
 FETCH_LIMIT_S = 20.0
@@ -75,8 +76,10 @@ def weights_gib(folder: Path) -> float | None:
     """
     size_bytes = sum(map(_size_bytes, folder.glob("*.safetensors")))
     index = folder / "model.safetensors.index.json"
-    total = index.is_file() and _TOTAL_SIZE.search(index.read_bytes())
-    size_bytes = max(size_bytes, int(total[1]) if total else 0)
+    text = index.read_bytes() if index.is_file() else b""
+    total = _TOTAL_SIZE.search(text)
+    if total and not all((folder / name.decode()).is_file() for name in set(_FILE.findall(text))):
+        size_bytes = max(size_bytes, int(total[1]))
     return size_bytes / _GIB if size_bytes else None
 
 

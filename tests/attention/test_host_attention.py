@@ -99,7 +99,7 @@ def test_no_rope_and_k_scale():
 @pytest.mark.usefixtures("each_attention")
 def test_a_request_without_rows_gives_zero_and_minus_infinity():
     fmt, pool, _ = make_pool("fp4", 8, 128, 64)
-    lists, limits, ids, _ = batch([0], [2], 8)
+    lists, limits, ids, _ = batch([0, 0], [2, 0], 8)  # the second request has no token either
     assert limits.tolist() == [0, 0]
     out, lse = attended(torch.randn(2, 1, 192), pool, ids, lists, limits, fmt)
     assert (out == 0).all()

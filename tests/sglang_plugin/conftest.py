@@ -79,6 +79,7 @@ def checkpoints(tmp_path_factory):
         "dsa-rank1024": variant("dsa-rank1024", **dsa, kv_lora_rank=1024),
         "dsa-rank384": variant("dsa-rank384", **dsa, kv_lora_rank=384),
         "dsa-kpool": variant("dsa-kpool", **dsa, index_kpool=4),
+        "dsa-glm": variant("dsa-glm", **{**dsa, "architectures": ["GlmMoeDsaForCausalLM"]}),
         "dsa-sinks": variant("dsa-sinks", **dsa, learnable_sink=True),
         "mha": variant("mha", architectures=["LlamaForCausalLM"], model_type="llama", head_dim=64),
         **{name: variant(name, **changes) for name, changes in HYBRIDS.items()},

@@ -164,6 +164,8 @@ mla cuda fp4 --attn-dp-size 2
 mla cuda fp4 --pp-size 2
 """
 SPARSE = r"""
+dsa-glm cuda fp4 --enable-prefill-cp --tp-size 2 --attn-cp-size 2 --cp-strategy zigzag
+  --cp-strategy zigzag does not work with sparse attention, .*; use --cp-strategy interleave$
 dsa cuda fp8
   .*prefill flashmla_kv cannot read rows of KV cache layout fp8; use --kv-cache-layout fp8_block_scale,
 dsa cuda fp8 DSA fa3 fa3

@@ -248,10 +248,14 @@ def test_other_algorithms_are_refused(serve, algorithm):
     assert "it is not known" not in str(error.value)
 
 
-def test_dspark_needs_drafts_of_equal_number_and_no_host_tier(serve, monkeypatch):
+def test_what_dspark_does_not_work_with(serve, monkeypatch):
     dspark = ("--speculative-algorithm", "DSPARK", "--speculative-num-draft-tokens", "4")
     with pytest.raises(ValueError, match="^--speculative-algorithm DSPARK .* leave out --enable-hie"):
         serve("cuda", "fp4", *dspark, "--enable-hierarchical-cache")
+    with pytest.raises(
+        ValueError, match="^--speculative-algorithm DSPARK .*does not split its verif.*of them$"
+    ):
+        serve("cuda", "fp4", *dspark, "--enable-two-batch-overlap", "--moe-a2a-backend", "deepep")
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     with pytest.raises(ValueError, match="^SGLANG_RAGGED_VERIFY_MODE=compact does not work.*or use static$"):
         serve("cuda", "fp4", *dspark)

@@ -115,7 +115,8 @@ def _nested(backend: Any) -> list[Any]:
 
     found = [backend]
     for outer in found:  # the loop extends the list
-        inside = getattr(outer, "__dict__", {}).values()
+        inside = list(getattr(outer, "__dict__", {}).values())
+        inside += [one for part in inside if isinstance(part, list) for one in part]
         found += [one for one in inside if isinstance(one, AttentionBackend) and one not in found]
     return found
 

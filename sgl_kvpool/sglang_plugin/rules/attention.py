@@ -274,8 +274,13 @@ def _check_dspark(flag: str, view: Any) -> None:
             f"SGLANG_RAGGED_VERIFY_MODE={mode.value} does not work with attention backend {KVPOOL_BACKEND}, "
             "which verifies as many drafts for each request; leave it out, or use static"
         )
+    if view.enable_two_batch_overlap:
+        raise Refusal(
+            f"{flag} does not work with --enable-two-batch-overlap: SGLang does not split its verification; "
+            "leave out one of them"
+        )
     if has_host_tier(view):
         raise Refusal(
-            f"{flag} does not work with a host tier of {LAYOUT.flag}: SGLang may keep its drafts in the "
-            "target's pages, which has not been tested; leave out --enable-hierarchical-cache"
+            f"{flag} does not work with a host tier of {LAYOUT.flag}: its drafts there have not been tested; "
+            "leave out --enable-hierarchical-cache"
         )

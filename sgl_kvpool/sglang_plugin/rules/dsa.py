@@ -160,6 +160,11 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
             raise
         remedy = f"use {LAYOUT.flag} {other}, or {error.remedy}"
         raise UnsupportedCombination(error.problem, remedy, error.instead) from None
+    if view.enable_prefill_cp and view.cp_strategy == "zigzag":
+        raise Refusal(
+            "--cp-strategy zigzag does not work with sparse attention, whose keys SGLang gathers from "
+            "interleaved ranks only; use --cp-strategy interleave"
+        )
     if not sglang_dsa_reads(layout):
         remedy = (
             f"use {LAYOUT.flag} {_default_narrow_layout()}, whose rows SGLang's kernels read, or leave it out"

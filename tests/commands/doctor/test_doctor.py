@@ -162,6 +162,7 @@ def test_allow_untested_makes_the_version_a_note(monkeypatch):
         monkeypatch.setenv("KVPOOL_ALLOW_UNTESTED", value)
         found = probes.packages()
         assert (len(found.problems), len(found.notes)) == counts
+    assert "KVPOOL_ALLOW_UNTESTED=1 to try" in found.problems[0]
 
 
 def test_what_the_environment_asks_for_is_listed(monkeypatch):

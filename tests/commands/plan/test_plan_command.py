@@ -140,10 +140,11 @@ def test_forms_of_model_names_and_folders(tmp_path):
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'5' * 64}\nsize {1 << 29}\n"
     (tmp_path / "model-1.safetensors").write_text(pointer)
     assert find_model(str(tmp_path)).weights_gib == 2.0
-    # A third file is missing.
-    index = {"metadata": {"total_size": 5 << 29}, "weight_map": {}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert find_model(str(tmp_path)).weights_gib == 2.5
+    # The size of an index counts if one of its files is missing.
+    for number, found in ((1, 2.0), (2, 2.5)):
+        index = {"metadata": {"total_size": 5 << 29}, "weight_map": {"w": f"model-{number}.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert find_model(str(tmp_path)).weights_gib == found
     assert find_model(str(tmp_path)).launch_path == str(tmp_path)
     assert find_model(str(tmp_path / "config.json")).launch_path == str(tmp_path)
     assert find_model(V32).launch_path == "MODEL"

@@ -46,7 +46,7 @@ def launch_on_cpu():
     from sgl_kvpool.attention.decode_launch import launch
     from sgl_kvpool.codec import triton
 
-    def decode_on_cpu(params):
+    def decode_on_cpu(params, batch_invariant):
         fmt, (tokens, heads, _) = params.fmt, params.q.shape
         config = decode_config(fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1])
         partial = decode.partial_results(None, config, fmt, tokens, heads, params.pool.device)
