@@ -52,8 +52,10 @@ struct Attention {
     const int64_t at = list.first_element + position * entry_stride;
     const int64_t slot =
         entries_are_int64 ? static_cast<const int64_t*>(entries)[at] : static_cast<const int32_t*>(entries)[at];
+    // Of 100 ns for a row and one head, two divisions would be a tenth.
+    if (slot < 0 || (slots_per_row == 1 && page_tokens == page_rows)) return slot;
     const int64_t stored = slot / slots_per_row;
-    return slot < 0 ? slot : stored + stored / page_tokens * (page_rows - page_tokens);
+    return stored + stored / page_tokens * (page_rows - page_tokens);
   }
   int64_t values() const { return layout->latent_values + layout->rope_values; }
 };
