@@ -158,7 +158,7 @@ def fake_quant(
     """Round tokens as a server's cache does, for training on its answers; the gradient passes unchanged.
 
     `k_nope` [T, R]: The latent after its norm: bfloat16, float16 or float32. Any row stride.
-    `k_rope` [T, P] or None: The key after rotation, in the dtype of `k_nope`; None if the model has none.
+    `k_rope` [T, P] or None: The rotary key, in the dtype of `k_nope`; None for a model without rotary values.
     `layout`: Layout of the server.
     `k_scale`: The layer's k_scale in the server; ignored by layouts without `uses_k_scale`.
     Returns (Tensor [T, R], Tensor [T, P] or None): What the server reads back, bit for bit, in the dtype of

@@ -62,7 +62,7 @@ void Machine::run_cta(u64 number) {
   cta.warps.resize(warps);
   for (int i = 0; i < warps; i++) {
     Warp& w = cta.warps[i];
-    vector<u64> reg = std::move(w.reg);  // whose values nobody reads: to fill it again would take milliseconds
+    vector<u64> reg = std::move(w.reg);  // reused as it is: clearing it takes milliseconds
     w = Warp();
     w.reg = std::move(reg);
     int have = std::min(32, (int)threads - 32 * i);
