@@ -34,7 +34,7 @@ _NAMES = (DSA_BACKEND, "nsa")
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 
 uses("sglang.srt.configs.model_config.get_dsa_index_kpool", "model rules", takes=("config",))
-fields(*_IMPLEMENTATION_FIELDS, "enable_mixed_chunk")
+fields(*_IMPLEMENTATION_FIELDS, "cp_strategy", "enable_mixed_chunk")
 
 
 def prepare(
