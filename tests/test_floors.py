@@ -1,10 +1,8 @@
 """Imports between the package's floors, beyond what import-linter's contracts in pyproject.toml say."""
 
-import ast
 import subprocess
 import sys
 import tomllib
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,44 +34,6 @@ def name_of(path):
 
 
 MODULES = {name_of(path): path for folder in (PACKAGE, ROOT / "scripts") for path in folder.rglob("*.py")}
-
-
-def imported_by(text, name, modules, *, is_package=False):
-    """Modules of the package that a module's text imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    # Whether an imported name is a submodule or a name of `__init__` follows from the modules that exist.
-    # Importing a submodule also runs its parent packages, but a module's own parents are imported already.
-    return {other for other in found if other in modules and other != name}
-
-
-def circle(graph):
-    """Modules of an import cycle, or None."""
-    try:
-        list(TopologicalSorter(graph).static_order())
-    except CycleError as error:
-        return error.args[1]
-    return None
-
-
-def test_no_circle_of_modules():
-    graph = {name: imported_by(path.read_text(), name, MODULES) for name, path in MODULES.items()}
-    # `from package import module` names the package too; the edge to the package is dropped.
-    for name, others in graph.items():
-        graph[name] = {o for o in others if not any(other.startswith(f"{o}.") for other in others)}
-    assert sum(map(len, graph.values())) > 500
-    assert circle(graph) is None
-
-
-def test_a_circle_is_found():
-    modules = {"p": "", "p.a": "", "p.b": ""}
-    texts = {"p.a": "def f():\n    from p import b\n", "p.b": "import p.a\n"}
-    graph = {name: imported_by(text, name, modules) - {"p"} for name, text in texts.items()}
-    assert set(circle(graph)) == {"p.a", "p.b"}
 
 
 @pytest.mark.parametrize("floor", WITHOUT_SGLANG)
