@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from live_processes import alive
@@ -59,31 +58,11 @@ def test_facts(healthy):
     assert facts["plugin"] == {"entry point": "sgl_kvpool.sglang_plugin:register", "SGLANG_PLUGINS": None}
     assert facts["hook points"]["checked"] == facts["hook points"]["hold"] > 25
     assert facts["host"]["cores"] == os.cpu_count()
-    assert facts["host"].keys() == {
-        "memlock_soft_bytes",
-        "memlock_hard_bytes",
-        "memory_bytes",
-        "free_bytes",
-        "host_tier_bytes",
-        "NUMA nodes",
-        "mbind",
-        "compiler",
-        "cores",
-    }
     assert 0 < facts["host"]["free_bytes"] <= facts["host"]["memory_bytes"]
     assert facts["host"]["host_tier_bytes"] == max(0, facts["host"]["free_bytes"] - (10 << 30))
     assert facts["host"]["compiler"] == shutil.which("c++")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert facts["host"]["memlock_soft_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
-
-
-def test_what_would_be_used(healthy):
-    facts = healthy["probes"]["would be used"]["facts"]
-    if healthy["probes"]["gpu"]["facts"]["devices"]:
-        assert facts["device"] == "cuda"
-    else:
-        assert facts["codec"] == "C++ encoder (torch's if there is no compiler), torch decoder"
-        assert all("kvpool_mla" in facts[layout.value] for layout in MLAKVCacheLayout)
 
 
 def test_what_would_be_used_on_cuda_and_on_other_devices():
@@ -165,33 +144,13 @@ def test_allow_untested_makes_the_version_a_note(monkeypatch):
     assert "KVPOOL_ALLOW_UNTESTED=1 to try" in found.problems[0]
 
 
-def test_what_the_environment_asks_for_is_listed(monkeypatch):
-    asked = {"KVPOOL_KV_CACHE_LAYOUT": "bf16", "KVPOOL_KV_CACHE_ARRANGEMENT": "page_major"}
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    found = probes.plugin()
-    assert found.facts.items() >= asked.items()
-    assert found.problems == []
-
-
-@pytest.mark.parametrize("value", ["sgl_kvpool", "other, sgl_kvpool", ""])
-def test_plugin_lists_that_let_us_load(monkeypatch, value):
-    monkeypatch.setenv("SGLANG_PLUGINS", value)
+def test_a_plugin_list_that_lets_us_load(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, sgl_kvpool")
     assert probes.plugin().problems == []
 
 
-def test_an_entry_point_of_another_package_is_reported(tmp_path, monkeypatch):
-    info = tmp_path / "evil-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nsgl_kvpool = evil.module:f\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (problem,) = probes.plugin().problems
-    assert "its entry point is evil.module:f" in problem
-
-
 @pytest.mark.parametrize("failing", ["packages", "plugin", "used", "in_child"])
-@pytest.mark.parametrize("error", [RuntimeError("broke"), SystemExit("left"), ImportError("absent")])
+@pytest.mark.parametrize("error", [RuntimeError("broke"), SystemExit("left")])
 def test_one_failing_probe_is_one_problem(monkeypatch, failing, error):
     def fail(*_):
         raise error
@@ -207,17 +166,11 @@ def test_one_failing_probe_is_one_problem(monkeypatch, failing, error):
     assert str(error) in doctor.as_text(findings)
 
 
-@pytest.fixture
-def pid(tmp_path):
-    """File with the id of a process that hangs in its import of the torch of `tmp_path`."""
+def test_a_child_that_hangs_is_ended_and_the_report_goes_on(monkeypatch, tmp_path):
     pid = tmp_path / "pid"
     (tmp_path / "torch.py").write_text(
         f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )
-    return pid
-
-
-def test_a_child_that_hangs_is_ended_and_the_report_goes_on(monkeypatch, tmp_path, pid):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(probes, "_TIMEOUT_SECONDS", 8)
     findings = doctor.examine()
@@ -272,25 +225,6 @@ def test_drivers(monkeypatch, tmp_path, state, visible, problem, note):
         assert text is None or text in found[0]
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import os; os._exit(0)", "ended with status 0 and no answer"),
-        ("print('noise'); raise GeneratorExit('out')", "ended with status 1 and no answer: "),
-        ("import time; time.sleep(600)", "TimeoutExpired"),
-    ],
-)
-def test_a_broken_psutil(monkeypatch, tmp_path, source, expected):
-    (tmp_path / "psutil.py").write_text(source + "\n")
-    (tmp_path / "sitecustomize.py").write_text("print('printed at every start')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(probes, "_TIMEOUT_SECONDS", 8)
-    found = doctor._guarded(lambda: probes.in_child("host"))
-    assert expected in found.problems[0]
-    (tmp_path / "psutil.py").unlink()
-    assert probes.in_child("host").facts["cores"] == os.cpu_count()
-
-
 def test_damaged_libraries_are_named(monkeypatch, tmp_path):
     """Ours by their digest, those of SGLang, torch and others by the size in their header."""
     for name in ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
@@ -317,8 +251,6 @@ def test_damaged_libraries_are_named(monkeypatch, tmp_path):
     found = compiled_code()
     assert (found.problems, found.notes) == ([], [])
     assert (found.facts["libraries"], found.facts["size_bytes"]) == (1, len(real))
-    (theirs[0] / "folder.so").mkdir()
-    (theirs[0] / "dangling.so").symlink_to(tmp_path / "gone")
     intact.write_bytes(real[:-1])
     for folder, length in zip(theirs, (0, 63, 5000, len(real) - 1), strict=True):
         (folder / "bad.so").write_bytes(real[:length])
@@ -328,63 +260,6 @@ def test_damaged_libraries_are_named(monkeypatch, tmp_path):
         f"{folder / 'bad.so'} is truncated, and a process that loads it ends with SIGBUS: delete {folder}"
         for folder in (theirs[1], theirs[0], *theirs[2:])
     ]
-    intact.unlink()
-    intact.symlink_to(intact)
-    assert compiled_code().notes == [f"{intact} is damaged; a server that needs it compiles it again"]
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert (
-        f"{intact} is damaged, and its folder is read-only: make it again there" in compiled_code().problems
-    )
-
-
-def test_machines_without_memory_or_compiler_for_a_host_tier(monkeypatch):
-    monkeypatch.setattr(probes, "cgroup_free_bytes", lambda: 9 << 30)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    found = probes.host()
-    assert found.facts["host_tier_bytes"] == 0
-    assert found.facts["compiler"] is None
-    notes = "\n".join(found.notes)
-    assert "SGLang keeps 10.7 GB of host memory free" in notes
-    assert "install g++" in notes
-    assert found.problems == []
-
-
-def test_a_terminated_doctor_leaves_no_child(tmp_path, pid):
-    code = (
-        "import sys; from sgl_kvpool.commands.doctor import probes; from sgl_kvpool.cli import main;"
-        "inner = probes.in_child; probes.in_child = lambda name: inner('gpu'); sys.exit(main(['doctor']))"
-    )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.terminate()
-    assert process.wait(timeout=30) == 143
-    assert not alive(int(pid.read_text()))
-
-
-def test_text_report():
-    findings = {
-        "gpu": Finding(
-            {"devices": [{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 * 10**9}]}
-        ),
-        "host": Finding({"memlock_soft_bytes": None, "free_bytes": 2 * 10**9, "x": None}, notes=["a note"]),
-    }
-    lines = [" ".join(line.split()) for line in doctor.as_text(findings).splitlines()]
-    assert lines == [
-        "gpu",
-        "devices NVIDIA H200 (9.0, 150 GB)",
-        "host",
-        "memlock_soft_bytes unlimited",
-        "free_bytes 2000000000 (2.0 GB)",
-        "x -",
-        "note: a note",
-        "",
-        "no problem found",
-    ]
-    findings["host"].problems += ["one", "two"]
-    assert doctor.as_text(findings).endswith("2 problems, see above")
 
 
 def control_group(folder, limit, use, inactive_file=0, *, version=2):
@@ -416,10 +291,7 @@ def test_memory_left_in_control_groups(tmp_path):
     assert left(tmp_path, "0::/a/b") == 20
     control_group(tmp_path / "a", 200, 210)
     assert left(tmp_path, "0::/a/b") == 0
-
-
-def test_memory_left_in_a_containers_own_group(tmp_path):
-    """The membership names the host's path; the mount shows the container's group as the root."""
+    # Of a container the mount shows its own group as the root, and the membership the host's path.
     control_group(tmp_path, 50, 20)
     assert left(tmp_path, "0::/docker/0123") == 30
 

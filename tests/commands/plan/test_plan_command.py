@@ -34,16 +34,11 @@ NO_GPU = "is not the memory of one GPU in GiB (MiB divided by 1024); give a numb
         *(
             (["--model", V32, *f"--gpu-gb 80 {argv}".split()], message)
             for argv, message in (
-                ("--gpu-gb 0", f"--gpu-gb: 0 {NO_GPU}"),
-                ("--gpu-gb -5", f"--gpu-gb: -5 {NO_GPU}"),
                 ("--gpu-gb 81559", f"--gpu-gb: 81559 {NO_GPU}"),  # nvidia-smi's of an H100
                 ("--gpu-gb nan", f"--gpu-gb: nan {NO_GPU}"),
                 ("--host-gb 0", "--host-gb: 0 is not memory of one node in GB"),
                 ("--weights-gb -1", "--weights-gb: -1 is not memory in GiB; give a number of 0 or more, at"),
                 ("--tp 0", "--tp: 0 is not a whole number from 1 to 2147483647"),
-                ("--tp 1.5", "--tp: 1.5 is not a whole number"),
-                (f"--tp {'9' * 5000}", "9999... is not a whole number from 1"),
-                ("--context -1", "--context: -1 is not a whole number"),
             )
         ),
     ],
@@ -67,19 +62,12 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
             ["--model", V32, "--", "vllm", "serve-it", "--tp", "8"],
             "'vllm serve-it' is no program that serves",
         ),
-        (["--model", V32, "--", "vllm", "serve", "--tp", "8"], "'vllm serve' is no program that serves"),
         (["--model", V32, "--", "--page-size", "64", "--tp"], "--tp after -- has no value; give one, or"),
-        (["--model", V32, "--", "--model="], "--model after -- has no value; give one, or leave"),
-        (["--model", "x" * 5000], "xxx...: File name too long; name another"),
         (["--model", V32, "--", "--config", "/no/file"], "--config '/no/file': No such file or directory"),
-        (["--model", V32, "--", "--config", sys.executable], "python': 'utf-8' codec can't decode"),
-        (["--model", V32, "--", "A=1", "sglang", "serve"], "'A=1 sglang serve' is no program"),
         (["--model", V32, "--pp-size", "2", "--", "--pp-size=2"], "--pp-size 2 is given after -- too"),
-        (["--model", V32, "--pp-size", "2", "--", "--pp-si", "4"], "--pp-size 2 is given after -- too"),
         (["--model", V32, "--dcp-size", "2", "--", "--decode-context-parallel-size", "4"], "--dcp-size 2 is"),
         (["--model", V32, "--host-gb", "9", "--", "--hicache-ratio", "2"], "--hicache-ratio is set by this"),
         (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is set by this command"),
-        (["--model", V32, "--", "--tp-s=4"], "--tp-s is set by this command"),
         (["--model", V32, "--", "--kv-cache-lay", "fp4"], "--kv-cache-lay is set by this command"),
         (["--model", V32, "--taken-gb", "81"], "--taken-gb 81 leaves no memory on a GPU of 80 GiB"),
     ],
@@ -98,7 +86,6 @@ def test_bad_input_is_refused_before_sglang_is_asked(argv, message, capsys):
     [
         ("page-size: 64\ntp_size: 4\n", "--tp-size is set by this command"),
         ("kv-cache-layout: fp4\n", "--kv-cache-layout is set by this command"),
-        ("- tp-size\n", "contains no arguments: it is a list"),
         ("a: [\n", "is not YAML"),
     ],
 )
@@ -117,7 +104,6 @@ def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
         (lambda config: [config], "contains a list"),
         (lambda config: config | {"num_hidden_layers": 0}, "num_hidden_layers 0; it must be a whole number"),
         (lambda config: config | {"kv_lora_rank": "512"}, "kv_lora_rank '512'; it must be a whole number"),
-        (lambda config: config | {"max_position_embeddings": "x"}, "max_position_embeddings 'x'; it must"),
         (lambda config: config | {"qk_rope_head_dim": -64}, "qk_rope_head_dim -64; it must be a whole"),
     ],
 )
@@ -231,29 +217,10 @@ def test_requests_on_the_host():
     assert (server.host_tokens, server.host_requests) == (tokens, tokens // 64)
     made = plan((Candidate("fp4"), answer(host=rows, caches=8)), host_gb=8.0, context=600)
     assert made.servers[0].host_requests == 8 * (tokens // 640)
-    assert report.text(made).splitlines()[6].split()[-1] == str(8 * (tokens // 640))
-    assert "--hicache-size 1: GB of the 1 GB that each rank" in report.text(made)
     states = {**HOST, "token_bytes": 100, "slot_bytes": 1 << 24}
     hybrid = answer(host=states, tokens=100_000, state_slots=35)
     [server] = plan((Candidate("fp4"), hybrid), host_gb=8.0, context=64).servers
     assert server.host_requests == server.host_slots < server.host_tokens // 64
-
-
-def test_copies_of_attention_are_named():
-    assert "DP attention" not in report.text(plan((Candidate("fp4"), answer())))
-    shown = report.text(plan((Candidate("fp4"), answer(caches=8, attention_copies=8))))
-    assert "hold the attention weights 8 times" in shown
-
-
-def test_a_layout_with_fewer_tokens_than_sglang_says_why():
-    """SGLang does not count the pool of a draft of another kind."""
-    stock = Candidate(None), answer(tokens=632589)
-    shown = report.text(plan(stock, (Candidate("bf16"), answer(tokens=622386, draft_pool_bytes=4096))))
-    assert "bf16: fewer tokens than SGLang as it is, because SGLang counts the draft as layers" in shown
-    assert "its own pool of 4096 bytes per token" in shown
-    for tokens, draft_bytes in ((632590, 4096), (622386, 0)):
-        other = Candidate("bf16"), answer(tokens=tokens, draft_pool_bytes=draft_bytes)
-        assert "fewer tokens" not in report.text(plan(stock, other))
 
 
 @pytest.mark.parametrize(
@@ -285,13 +252,6 @@ def test_a_published_command_is_taken_as_it_is(program, monkeypatch, capsys):
     assert gpus == 16
     assert stock == ["--tp-size", "16", *passed_on]
     assert bf16 == ["--tp-size", "16", "--kv-cache-layout", "bf16", *passed_on]
-
-
-def test_weights_of_a_draft_are_named():
-    assert "a draft's" not in report.text(plan((Candidate("fp4"), answer())))
-    assert "and 3.5 GiB of a draft's" in report.text(plan((Candidate("fp4"), answer(draft_weights_gib=3.5))))
-    unknown = report.text(plan((Candidate("fp4"), answer(draft_weights_gib=0.0))))
-    assert "a draft's (unknown: give the sum of both to --weights-gb" in unknown
 
 
 def test_a_reason_of_all_servers_is_printed_once(capsys, monkeypatch):
@@ -347,51 +307,6 @@ def test_too_little_for_a_host_tier():
     made = plan((Candidate("fp4"), answer(host=HOST)), host_gb=7.9)
     assert made.servers[0].hicache_size_gb == 0
     assert "--enable-hierarchical-cache" not in made.servers[0].command
-    assert "no host tier: 7.9 GB are less than 1 GB per rank" in report.text(made)
-
-
-def test_columns_are_aligned_beside_the_longest_name():
-    candidates = Candidate(None), Candidate("fp8_block_scale", "fp4_fp8_rope")
-    made = plan((candidates[0], answer()), (candidates[1], answer(host=HOST)), host_gb=100)
-    shown = report.text(made).splitlines()
-    head = next(n for n, line in enumerate(shown) if line.startswith("layout "))
-    first, second = shown[head + 1 : head + 3]
-    assert second.startswith("fp8_block_scale, host fp4_fp8_rope ")
-    assert len(shown[head]) == len(first) == len(second)
-
-
-def test_every_server_refused():
-    refused = [(Candidate(layout), {"refused": "two"}) for layout in ("fp8", "fp4")]
-    made = plan((Candidate(None), {"refused": "one"}), *refused, host_gb=100.0)
-    shown = report.text(made)
-    assert "host tier" not in shown  # 100 GB are enough for one
-    assert "fp8; fp4: refused: two" in shown
-    assert "SGLang as it is: refused: one" in shown
-    assert "commands:" not in shown
-
-
-def test_what_the_ranks_hold_is_explained():
-    """Rows are the same on 8 ranks; index keys lie beside the rows, and --hicache-size counts rows only."""
-    host = {**HOST, "index_bytes": 8052}
-    wide = {**host, "token_bytes": 70272}
-    servers = (
-        (Candidate("bf16"), answer(host=wide)),
-        (Candidate("fp4"), answer(host=host)),
-        (Candidate("bf16", "fp4"), answer(host=host)),
-    )
-    shown = report.text(plan(*servers, host_gb=1000.0))
-    assert "each of the 8 ranks of a cache has all rows of the cache on its GPU and in its host" in shown
-    # 125 GB of a rank: 70272 of 78324 bytes are rows, 25376 of 33428.
-    sizes = "--hicache-size 112 with bf16 rows on the host, 94 with fp4 rows on the host: GB of the 125 GB"
-    assert sizes in shown
-    assert "counts rows only: 8052 bytes per token" in shown
-    assert "host tokens include copies of device tokens" in shown
-    assert "adds little" not in shown
-    shown = report.text(plan(servers[1], host_gb=20.0))
-    assert "fp4: the host tier has no more tokens than the device" in shown
-    alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
-    assert "same rows" not in alone
-    assert "host" not in alone
 
 
 def test_ranks_that_share_a_tier_hold_more_tokens():
@@ -403,18 +318,6 @@ def test_ranks_that_share_a_tier_hold_more_tokens():
     assert alone.hicache_size_gb == shared.hicache_size_gb == 125
     assert shared.host_tokens == (8 * 125 * 10**9 // 25376 // 64 + 1) * 64
     assert alone.host_tokens == (125 * 10**9 // 25376 // 64 + 1) * 64
-    said = "8 ranks of a node share one copy of a page (--kv-host-sharing)"
-    assert [said in report.text(each) for each in made] == [False, True]
-
-
-def test_a_config_without_a_latent_is_refused_by_name(tmp_path, capsys):
-    config = json.loads((CONFIGS / "kimi_k2.json").read_text())
-    del config["kv_lora_rank"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "140"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "config.json of DeepseekV3ForCausalLM lacks kv_lora_rank" in said.err.splitlines()[-1]
 
 
 def test_a_run_from_the_shell():

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import sgl_kvpool
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.warmup.steps import Cache, Step, carry_out
 
-PACKAGE = Path(sgl_kvpool.__file__).parent
 CPU = [sys.executable, "-m", "sgl_kvpool", "warmup", "--device", "cpu"]
 #: Loads the engine as a server's host tier does.
 LOAD_ENGINE = (
@@ -85,23 +82,6 @@ def test_another_process_needs_no_compiler(warmed, no_compiler, tmp_path):
     assert compiled(tmp_path) == {}
 
 
-def test_a_rolled_back_package_and_its_older_header(warmed, no_compiler, tmp_path):
-    """Another installation of the same contents shares libraries; one with another header does not."""
-    folder, _ = warmed
-    before = compiled(folder)
-    shutil.copytree(PACKAGE, tmp_path / "sgl_kvpool", ignore=shutil.ignore_patterns("demo", "__pycache__"))
-    command = [sys.executable, "-P", "-c", LOAD_ENGINE]
-    done = run(command, environment(folder, PATH=no_compiler, PYTHONPATH=str(tmp_path)))
-    assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr
-    header = tmp_path / "sgl_kvpool" / "transfer" / "csrc" / "copy_run.h"
-    header.write_text("#error an older header\n" + header.read_text())
-    os.utime(header, (0, 0))
-    done = run(command, environment(folder, PYTHONPATH=str(tmp_path)))
-    assert done.returncode == 1
-    assert "#error an older header" in done.stderr
-    assert compiled(folder) == before
-
-
 def test_a_damaged_library_is_compiled_again_and_counted(warmed):
     folder, _ = warmed
     (library,) = (folder / "tvm" / "sgl_kvpool").glob("sgl_kvpool_cpu_codec-*.so")
@@ -124,34 +104,6 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     assert any("c++: not found" in line for line in lines)
     assert lines[-2].endswith("cached     SGLang's hash of pages, for stores")
     assert lines[-1] == "0 compiled, 1 cached, 3 failed"
-
-
-def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path):
-    """Another process that compiles may move its files meanwhile; a dangling link stands for a moved file."""
-    (tmp_path / "a.so").symlink_to(tmp_path / "gone")
-    (tmp_path / "b.so").touch()
-    assert list(Cache("a cache", "NONE", lambda: tmp_path).compiled()) == [tmp_path / "b.so"]
-
-
-def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
-    cache = Cache("a cache", "CACHE_DIR", lambda: tmp_path / "cache")
-
-    def write():
-        (tmp_path / "cache" / "a").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cache" / "a" / "kernel.cubin").write_text("x")
-
-    def fail():
-        raise OSError("first\n" + "\n".join(map(str, range(30))))
-
-    def leave_a_log():
-        (tmp_path / "cache" / "log.txt").write_text("x")
-
-    steps = [Step(use.__name__, (cache,), use) for use in (write, fail, leave_a_log)]
-    outcomes = carry_out(steps)
-    assert [outcome.state for outcome in outcomes] == ["compiled", "FAILED", "cached"]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].endswith("FAILED     fail: OSError: first")
-    assert [line.strip() for line in lines[2:-1]] == ["...", *map(str, range(10, 30))]
 
 
 # Arguments
@@ -178,23 +130,6 @@ def test_invalid_values_of_arguments_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
         main(["warmup", *argv])
     assert argv[0] in capsys.readouterr().err
-
-
-def test_the_environment_counts_as_for_a_server(monkeypatch, capsys):
-    monkeypatch.setenv("KVPOOL_KV_HOST_ENGINE", "kernel")
-    assert main(["warmup", "--device", "cpu"]) == 2
-    assert "kernel is not an engine of a server on cpu" in capsys.readouterr().err
-
-
-def test_help_names_what_moves_the_caches(capsys):
-    with pytest.raises(SystemExit):
-        main(["warmup", "--help"])
-    printed = capsys.readouterr().out
-    for name in (
-        "TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
-        "SGLANG_CACHE_DIR",
-    ):  # fmt: skip
-        assert name in printed
 
 
 def test_caches_are_where_their_owners_put_them(tmp_path):
