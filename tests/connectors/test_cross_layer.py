@@ -214,17 +214,10 @@ def test_c5_states_are_separate_tensors():
 # -------------------------------------------------------------------- what is refused
 
 
-def test_kernel_pages_of_different_sizes_are_refused():
-    sets = [layers(["a"], 64, page_size_tokens=16), layers(["b"], 64, page_size_tokens=32)]
-    with pytest.raises(ValueError, match=r"pages of \[16, 32\] tokens"):
-        allocate_cross_layer(sets, pages=2, arrangement="page_major", device="cpu")
-
-
 @pytest.mark.parametrize(
     ("extra", "arrangement", "message"),
     [
         ({"page_size_tokens": 3}, "token_major", "64 bytes cannot be split into 3 chunks"),
-        ({"heads": 5}, "head_major", "64 bytes cannot be split into 5 chunks"),
         ({"heads": 2, "padded_page_bytes": 128}, "head_major", "head_major page cannot be padded"),
         ({}, "layer_major", "layer_major keeps layers apart"),
         ({}, "nhd", "unknown KV cache arrangement 'nhd'"),
@@ -239,9 +232,7 @@ def test_pages_an_arrangement_cannot_cut(extra, arrangement, message):
     ("extra", "message"),
     [
         ({"page_bytes": 0}, "page_bytes=0 is not a positive integer"),
-        ({"page_bytes": 2.0}, "page_bytes=2.0 is not"),
         ({"page_bytes": True}, "page_bytes=True is not"),
-        ({"padded_page_bytes": float("nan")}, "padded_page_bytes=nan is not"),
         ({"heads": -1}, "heads=-1 is not"),
         ({"padded_page_bytes": 63}, "padded_page_bytes=63 is less than the page.s 64 bytes"),
         ({"backend": None}, "layer a names no backend"),
@@ -258,7 +249,6 @@ def test_invalid_layers_are_refused(extra, message):
         ([], 2, "give at least one"),
         ([["a", "b"], ["a"]], 2, "each once"),
         ([["a"]], 0, "pages=0 is not a positive integer"),
-        ([["a"]], 2.5, "pages=2.5 is not"),
     ],
 )
 def test_invalid_sets_and_page_counts_are_refused(sets, pages, message):
@@ -284,10 +274,6 @@ def test_views_of_what_was_not_allocated_together():
         as_canonical(groups, ["one", "two"], states)
     whole = as_canonical(groups, ["one", "two"], {(0, "conv"): torch.zeros(4, 8)})
     assert whole.group("state").bytes_per_page == 32  # of float32
-    with pytest.raises(ValueError, match="slots=0 is not"):
-        allocate_states({0: {"conv": 8}}, slots=0, device="cpu")
-    with pytest.raises(ValueError, match=r"conv of layer 0=8\.0 is not"):
-        allocate_states({0: {"conv": 8.0}}, slots=1, device="cpu")
 
 
 def test_tensors_that_do_not_fit_their_layers():

@@ -90,22 +90,6 @@ def test_row_numbers_beyond_int32():
     assert placement.slot_to_row(slots).tolist() == [expected, -1, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "linear", "packed"),
-    [
-        ("layer_major", True, True),
-        ("token_major", True, False),
-        ("page_major", False, False),
-    ],
-)
-def test_predicates(name, linear, packed):
-    arrangement = KVArrangement(name)
-    assert str(arrangement) == name
-    assert arrangement.axes == ORDER[name]
-    assert arrangement.is_slot_linear is linear
-    assert arrangement.has_contiguous_layers is packed
-
-
 def test_names():
     assert KVArrangement.parse("page_major") is KVArrangement.PAGE_MAJOR
     with pytest.raises(

@@ -1,6 +1,6 @@
-"""Byte views from explicit tensors: fixtures D1 to D3, copies of pages, refusals, lookups.
+"""Byte views from explicit tensors: fixtures D1 and D2, copies of pages, refusals, lookups.
 
-D1 to D3 are items of the vLLM checklist, which test_cross_layer.py explains.
+D1 and D2 are items of the vLLM checklist, which test_cross_layer.py explains.
 """
 
 from dataclasses import replace
@@ -75,20 +75,6 @@ def test_d1_four_groups_on_three_tensors():
     assert [g.bytes_per_page for g in caches.groups] == [49152, 49152, 48768, 32768]
 
 
-def test_d2_a_transfer_leaves_the_padding_alone():
-    """D2: 16256 bytes move, the 128 behind them stay."""
-    source, _ = checklist_d1(5)
-    target, memory = checklist_d1(-18)
-    copy_pages(source, target, "mamba", torch.tensor([7, 0]), torch.tensor([2, 9]))
-    for m in memory:
-        assert (m[[2, 9], :16256] == 5).all()
-        assert (m[[2, 9], 16256:] == -18).all()
-        assert (m[[0, 1, 3, 4, 5, 6, 7, 8]] == -18).all()
-    copy_pages(source, target, "aligned", torch.tensor([1]), torch.tensor([4]))
-    assert (memory[0][4] == 5).all()
-    assert (memory[2][4] == -18).all()  # the group has two layers
-
-
 def padded(fill):
     """The Mamba group of D1 through our allocator: pages of 16256 bytes, 16384 apart."""
     members = [LayerPages(name=i, page_bytes=16256, padded_page_bytes=16384, backend="b") for i in range(3)]
@@ -143,16 +129,6 @@ def test_page_lists_of_another_kind(pages):
         copy_pages(caches, caches, "mla", pages, torch.tensor([4, 5])[: len(pages)])
 
 
-def test_bytes_in_another_order_do_not_move():
-    members = [LayerPages(name=0, page_bytes=32, backend="b", heads=2, page_size_tokens=2)]
-    views = [
-        as_canonical(allocate_cross_layer([members], pages=2, arrangement=a, device="cpu"), ["kv"])
-        for a in ("token_major", "head_major")
-    ]
-    with pytest.raises(ValueError, match="the layers of group kv differ"):
-        copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))
-
-
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
@@ -178,10 +154,8 @@ def test_invalid_page_lists_are_refused(source, target, message):
     ("change", "message"),
     [
         ({"offset_bytes": -1}, "offset_bytes=-1 is not an integer of at least 0"),
-        ({"offset_bytes": True}, "offset_bytes=True is not"),
         ({"tensor_index": -1}, "tensor_index=-1 is not an integer of at least 0"),
         ({"run_bytes": 0}, "run_bytes=0 is not a positive integer"),
-        ({"run_bytes": 8.0}, r"run_bytes=8\.0 is not a positive integer"),
         ({"run_count": 0}, "run_count=0 is not a positive integer"),
         ({"run_count": 2, "run_stride_bytes": 7}, "runs 7 bytes apart overlap"),
     ],
@@ -228,20 +202,6 @@ def test_memory_or_a_name_that_is_listed_twice():
     CanonicalKVCaches((flat[:40].view(5, 8), flat[40:].view(5, 8)), ())  # side by side
     with pytest.raises(ValueError, match="same name"):
         CanonicalKVCaches((tensor,), (group_of("kv", [one_layer()]), group_of("kv", [one_layer()])))
-
-
-@pytest.mark.parametrize(
-    ("pages", "tokens", "message"),
-    [
-        (-3, 16, "num_pages=-3"),
-        (2.5, 16, r"num_pages=2\.5"),
-        (10, 0, "page_size_tokens=0"),
-        (True, 1, "num_pages"),
-    ],
-)
-def test_invalid_numbers_of_a_group_are_refused(pages, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        CanonicalGroup(name="kv", layers=(), num_pages=pages, page_size_tokens=tokens)
 
 
 def test_lookups():
