@@ -2,8 +2,8 @@
 
 A prefix can be reused up to a token for which the tree has rows and a state: the end of each chunk of a
 prefill, and the last multiple of 64 tokens of a prompt. A server start takes a minute or more: each
-configuration is started once and asked everything. `tests/sglang_plugin/test_hybrid_servers.py` resolves all
-their arguments on a CPU.
+configuration is started once and asked everything. `tests/sglang_plugin/test_regression_servers.py` resolves
+all their arguments on a CPU.
 """
 
 import pytest

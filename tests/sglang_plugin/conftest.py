@@ -69,7 +69,6 @@ def checkpoints(tmp_path_factory):
         "rank448": variant("rank448", kv_lora_rank=448),
         "rope32": variant("rope32", qk_rope_head_dim=32),
         "dsa": variant("dsa", **dsa),
-        "dsa-norope": variant("dsa-norope", **dsa, qk_rope_head_dim=0),
         "dsa-rank256": variant("dsa-rank256", **dsa, kv_lora_rank=256, qk_rope_head_dim=0),
         "dsa3": variant("dsa3", **dsa3),
         # The second layer reuses the first layer's top-k.
@@ -97,17 +96,12 @@ def resolve(monkeypatch):
     from sglang.srt.arg_groups import mamba_hook
 
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
-    for name in (
-        "KV_CACHE_LAYOUT",
-        "FIX_TOPK",
-        "KV_CACHE_ARRANGEMENT",
-        "KV_HOST_LAYOUT",
-        "KV_HOST_ENGINE",
-        "KV_HOST_SHARING",
-    ):
-        monkeypatch.delenv(f"KVPOOL_{name}", raising=False)
     monkeypatch.setenv("_KVPOOL_CHILD_HOOK_GROUPS", "")  # resolution exports it, to later tests too
+    from sgl_kvpool import env
     from sgl_kvpool.sglang_plugin import options as record
+
+    for name in env.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
     # Requests that other tests' records have left.
     monkeypatch.setattr(record, "_requested", set())

@@ -15,9 +15,8 @@ def configurator(configured, checkpoints):
     """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, with our hooks."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    def build(layout, *, backend=None, arrangement=None, model="mla3", draft=False, eagle=0):
+    def build(layout, *, backend=None, model="mla3", draft=False, eagle=0):
         named = ["--attention-backend", backend] if backend else []
-        named += ["--kv-cache-arrangement", arrangement] if arrangement else []
         own = ModelConfig(checkpoints[model]) if draft else None
         return sizes_of(configured(checkpoints[model], layout, *named, draft=own, eagle=eagle))
 
@@ -43,14 +42,6 @@ def test_tokens_agree_with_hand_arithmetic(configurator, layout, server, token_b
     wanted = available // token_bytes // page_size * page_size
     sizes = configurator(layout, **server).calculate_pool_sizes(available, page_size)
     assert sizes.max_total_num_tokens == wanted
-
-
-@pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
-@pytest.mark.parametrize("layout", ["bf16", "fp4"])
-def test_an_arrangement_changes_no_size(configurator, layout, arrangement):
-    plain, arranged = configurator(layout), configurator(layout, arrangement=arrangement)
-    assert plain._cell_size == arranged._cell_size == LAYERS * ROW_BYTES[layout]
-    assert plain._fixed_overhead_bytes == arranged._fixed_overhead_bytes == 0
 
 
 def test_k_scales_come_from_attn_mqa_once():
@@ -133,8 +124,6 @@ def test_page_buffers_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, layout, arguments, row_bytes
 ):
     """Eight slots of 16 pages of three layers; the arguments are resolved for a CPU, and the view changed."""
-    from types import SimpleNamespace as Namespace
-
     from sglang.srt.arg_groups import overrides
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -144,9 +133,9 @@ def test_page_buffers_on_a_gpu_are_charged(
     tier = [] if "without" in arguments else ["--enable-hierarchical-cache"]
     arguments = [a for a in arguments if a != "without"]
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", layout, *tier, *arguments)
-    kvc = Namespace(
+    kvc = SimpleNamespace(
         server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
-        layer_info=Namespace(num_effective_layers=LAYERS), spec_aux_config=None,
+        layer_info=SimpleNamespace(num_effective_layers=LAYERS), spec_aux_config=None,
         spec_algorithm=SpeculativeAlgorithm.NONE,
         mambaish_config=None,
     )  # fmt: skip
@@ -177,8 +166,6 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     published, resolve, checkpoints, monkeypatch, model, part_bytes, stage
 ):
     """The budget has only SGLang's parameters, because there is no pool yet; the tier uses the pool."""
-    from types import SimpleNamespace as Namespace
-
     from hybrid_configs import MLA_LAYERS
     from sglang.srt.arg_groups import overrides
     from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -206,9 +193,9 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     charged = []
     monkeypatch.setattr(gpu_engine, "staged_state_bytes", lambda *sizes: charged.append(sizes) or sizes[0])
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
-    kvc = Namespace(
+    kvc = SimpleNamespace(
         server_args=args, model_config=model_config, is_draft_worker=False, mambaish_config=config,
-        layer_info=Namespace(
+        layer_info=SimpleNamespace(
             start_layer=stage[0], end_layer=stage[1], num_effective_layers=stage[1] - stage[0]
         ),
         spec_aux_config=None, spec_algorithm=SpeculativeAlgorithm.NONE,
@@ -225,8 +212,6 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, draft_tokens
 ):
     """65536 decoded bf16 rows for prefill, and the partial results of splits in decode, at any batch size."""
-    from types import SimpleNamespace as Namespace
-
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups import overrides
 
@@ -237,7 +222,7 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
     config = overrides.model_config_of(args)
-    kvc = Namespace(server_args=args, model_config=config)
+    kvc = SimpleNamespace(server_args=args, model_config=config)
     fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
     assert budget.attention_workspace_bytes(kvc, fmt) == 0  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))

@@ -166,23 +166,6 @@ def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks)
     assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
 
 
-def test_another_spelling_of_the_targets_folder_is_no_draft_of_its_own(folders):
-    from types import SimpleNamespace
-
-    from sgl_kvpool.sglang_plugin.models import has_own_draft
-
-    def own(draft):
-        return has_own_draft(
-            SimpleNamespace(model_path=folders["kimi_k2"], speculative_draft_model_path=draft)
-        )
-
-    assert not own(None)
-    assert not own(folders["kimi_k2"])
-    assert not own(folders["mtp"] + "/../kimi_k2/")
-    assert own(folders["mtp"])
-    assert own("owner/name")
-
-
 def test_weights_of_a_draft(sized, request_of):
     """Weights in the draft's folder, unless the user's number includes them."""
     found = sized["packed"]

@@ -123,41 +123,6 @@ def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout)
 # -------------------------------------------------------------------- classes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_only_the_class_of_the_models_kind_is_ours(hooked, layout):
-    """For target and draft, which have one layout."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
-
-    for draft in (None, "dsa3"):
-        classes = classes_of(hooked(layout, draft_model=draft))
-        assert classes["dsa"].func is LayoutDSATokenToKVPool
-        assert classes["dsa"].keywords["options"].layout == layout
-        assert (classes["mha"], classes["mla"]) == (MHATokenToKVPool, MLATokenToKVPool)
-
-
-@pytest.mark.parametrize("draft", [None, "mla3"])
-def test_dense_models_keep_sglangs_dsa_class(hooked, resolve, checkpoints, monkeypatch, draft):
-    """SGLang selects a `dsa` class for them too. A k_scale is allowed, since kvpool_mla multiplies by it."""
-    from sglang.srt import runtime_context
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
-    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-
-    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
-    kvc = hooked("fp4", draft_model="mla3" if draft else None)
-    kvc.server_args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp8")
-    kvc.model_config = model_config_of(kvc.server_args)
-    kvc.model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
-    kvc.model[0].k_scale_float = 0.5
-    classes = classes_of(kvc)
-    assert classes["mla"].func is LayoutMLATokenToKVPool
-    assert classes["dsa"] is DSATokenToKVPool
-
-
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_a_draft_of_the_other_kind_is_refused(hooked, resolve, checkpoints, layout):
     """A server has one `kv_cache_dtype`; `fp8_block_scale` has different ones in dense and sparse pools.

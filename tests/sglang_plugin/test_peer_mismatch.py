@@ -161,26 +161,6 @@ def test_a_request_that_another_rank_fails_has_the_text(manager_of, bootstrap, c
     assert not error.value.is_from_another_rank
 
 
-def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
-    manager_of, bootstrap, monkeypatch, counted
-):
-    """Otherwise requests of the next ten seconds would fail without a message to their prefill server."""
-    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    with monkeypatch.context() as patched:
-        patched.setattr(CommonKVReceiver, "_get_bootstrap_info_from_server", lambda *_: None)
-        silent = decode.request(bootstrap, 71)
-        decode.ensure(**{bootstrap: [silent]})
-        (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
-        mismatch.notifier.join(5)
-    assert mismatch.notifier.is_unanswered
-    request = decode.request(bootstrap, 72)
-    assert decode.ensure(**{bootstrap: [silent, request]}) == ({}, [silent, request])
-    assert set(told(prefill, 72)) == {72}
-
-
 def test_a_slow_prefill_server_of_64_ranks_costs_the_scheduler_one_lookup(
     manager_of, bootstrap, slow_peer, counted
 ):
@@ -268,28 +248,6 @@ def test_a_matching_peer_with_a_size_of_zero_fails_its_own_requests(
     assert address not in decode.queue.kv_manager.prefill_info_table
 
 
-def test_a_long_text_of_a_peer_is_cut(manager_of, bootstrap, slow_peer, counted):
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    address, _ = slow_peer(prefill, 0.0, kv_cache_dtype="x" * 10**6)
-    decode.ensure(**{address: [decode.request(address, 71)]})
-    ((_, text),) = counted
-    assert "KV cache layout mismatch: the prefill server at" in text
-    assert len(text) < 1500
-
-
-def test_threads_are_few(manager_of, bootstrap, slow_peer, counted):
-    """One for each prefill server, eight at most: requests of more servers fail without a notification."""
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    addresses = [slow_peer(prefill, 0.0)[0] for _ in range(peer_mismatch._MOST_NOTIFIERS + 2)]
-    requests = {address: [decode.request(address, number)] for number, address in enumerate(addresses)}
-    _, held = decode.ensure(**requests)
-    assert len(held) == peer_mismatch._MOST_NOTIFIERS
-    assert sum(thread.name.startswith("kvpool-mismatch-127.0.0.1:") for thread in threading.enumerate()) >= 8
-    assert len(counted) == len(addresses)
-
-
 @pytest.mark.parametrize(
     ("differs", "text"),
     [
@@ -320,19 +278,6 @@ def test_other_differences_cost_the_requests_of_that_server_only(
     assert text in found
 
 
-def test_a_prefill_server_that_fits_is_ready_beside_one_that_does_not(manager_of, bootstrap, counted):
-    manager_of("prefill", pool_of("fp4"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    wrong, fit = decode.request("127.0.0.1:9", 71), decode.request(bootstrap, 72)
-    until = time.monotonic() + 10
-    notifier = peer_mismatch._Notifier("127.0.0.1:9", wrong.kv_receiver)
-    mismatch = peer_mismatch._Mismatch("of another layout", notifier, until)
-    peer_mismatch._mismatches[decode.queue.kv_manager] = {"127.0.0.1:9": mismatch}
-    # Nothing notifies its ranks, so the request is not held.
-    assert decode.ensure(**{"127.0.0.1:9": [wrong], bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
-    assert len(counted) == 1
-
-
 def test_a_prefill_server_is_asked_again_later(manager_of, bootstrap, monkeypatch, counted):
     """It may have been restarted with the right layout at the same address."""
     manager_of("prefill", pool_of("fp8"))
@@ -347,10 +292,3 @@ def test_a_prefill_server_is_asked_again_later(manager_of, bootstrap, monkeypatc
     request = decode.request(bootstrap, 73)
     assert decode.ensure(**{bootstrap: [request]}) == ({bootstrap: [request]}, [])
     assert len(counted) == 2
-
-
-def test_a_request_that_sglang_has_dropped_is_not_counted(manager_of, bootstrap, counted):
-    manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    assert decode.ensure(**{bootstrap: [SimpleNamespace(kv_receiver=None)]}) == ({}, [])
-    assert counted == []

@@ -1,14 +1,15 @@
 """SGLang's own resolution, for Hopper, of every server that scripts/h100_regression.py starts on a GPU.
 
-Tests set Hopper's compute capability, and that the platform can snapshot states. With `--thorough` the script
-also runs the server tests of tests/gpu; `test_hybrid_servers.py` resolves the servers of hybrid models.
+With `--thorough` the script also runs the server tests of tests/gpu.
 """
 
 import itertools
 
 import pytest
 import random_deepseek
+import random_hybrid
 import test_dsa_server_gpu
+import test_hybrid_server_gpu
 import test_server_gpu
 
 from scripts.kit.environment import OPTIONAL_MODULES, Machine
@@ -82,16 +83,22 @@ def test_every_server_of_a_random_model_is_accepted(name, view, models):
         check_eviction(request, found)
 
 
+GPU_TESTS = (test_server_gpu, test_dsa_server_gpu, test_hybrid_server_gpu)
+
+
 @pytest.fixture(scope="module")
 def checkpoints_of_tests(tmp_path_factory):
     """The checkpoints that the server tests of tests/gpu write."""
     root = tmp_path_factory.mktemp("models")
-    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
+    written = {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
+    return written | {
+        shape: random_hybrid.write(root / shape, shape) for shape in ("kimi_linear", "lightning")
+    }
 
 
 @pytest.mark.parametrize(
     ("tests", "name"),
-    [(tests, name) for tests in (test_server_gpu, test_dsa_server_gpu) for name in tests.SERVERS],
+    [(tests, name) for tests in GPU_TESTS for name in tests.SERVERS],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_every_server_of_the_gpu_tests_is_accepted(tests, name, view, checkpoints_of_tests, monkeypatch):
@@ -112,3 +119,7 @@ def test_every_server_of_the_gpu_tests_is_accepted(tests, name, view, checkpoint
     assert found.enable_hierarchical_cache is ("--enable-hierarchical-cache" in arguments)
     assert (found.speculative_algorithm == "EAGLE") is ("mtp" in name)
     assert max(map(len, tests.PROMPTS)) + 32 < found.context_length
+    if tests is test_hybrid_server_gpu:
+        assert (found.uses_mamba_radix_cache, found.disable_radix_cache) == (True, False)
+        kept = "no_buffer" if "no_buffer" in name else "extra_buffer"
+        assert found.mamba_radix_cache_strategy == kept
