@@ -22,8 +22,6 @@ def pair(prefill, decode):
 
 #: Model, device, layout and arguments that are refused for one reason; below them the start of the message.
 DENSE = r"""
-mla cuda fp8 --attention-backend fa3
-  --attention-backend fa3 would cast the whole pool.*call of prefill with --kv-cache-layout fp8,
 mla cuda fp8 --attention-backend flashinfer
   --attention-backend flashinfer would .* of prefill .*; leave it out, or .*: kvpool_mla, flashmla, triton$
 mla cpu fp8 --attention-backend flashinfer
@@ -34,16 +32,12 @@ mla cuda fp8 --decode-attention-backend fa3
   --decode-attention-backend fa3 would cast .* of decode .*one of: kvpool_mla, flashmla, triton$
 mla cuda fp8 --prefill-attention-backend kvpool_mla --decode-attention-backend flashinfer
   --decode-attention-backend flashinfer would cast .* of decode .*one of: kvpool_mla, flashmla, triton$
-mla cuda fp8 --attention-backend flashinfer --prefill-attention-backend kvpool_mla
-  --attention-backend flashinfer would cast .* of decode .*one of: kvpool_mla, flashmla, triton$
 mla cuda fp4 --attention-backend flashmla
   --attention-backend flashmla cannot read rows of --kv-cache-layout fp4; leave it out, or use kvpool_mla$
 mla cpu fp8_block_scale --attention-backend triton
   --attention-backend triton cannot read rows of --kv-cache-layout fp8_block_scale; .*or use kvpool_mla$
 mla cuda fp8_block_scale --prefill-attention-backend trtllm_mla
   --prefill-attention-backend trtllm_mla cannot read rows of --kv-cache-layout fp8_block_scale; .*kvpool_mla$
-mla cpu fp4 --decode-attention-backend triton
-  --decode-attention-backend triton cannot read rows of --kv-cache-layout fp4; .*or use kvpool_mla$
 mla cuda bf16 --attention-backend fa3 --kv-cache-arrangement page_major
   --attention-backend fa3 cannot read .* page_major: .*a slot times a stride.*kvpool_mla$
 mla cpu bf16 --decode-attention-backend torch_native --kv-cache-arrangement page_major
@@ -54,8 +48,6 @@ mla cpu bf16 --prefill-attention-backend intel_amx --kv-cache-arrangement token_
   --prefill-attention-backend intel_amx cannot read rows of --kv-cache-arrangement token_major: .*kvpool_mla
 mla cpu bf16 --kv-cache-arrangement token_major --disaggregation-mode prefill
   --disaggregation-mode prefill does not work with --kv-cache-arrangement token_major: .*one of the two
-mla cpu bf16 --kv-cache-arrangement page_major --disaggregation-mode decode
-  --disaggregation-mode decode does not work with --kv-cache-arrangement page_major: .*one of the two
 mla cuda bf16 --attention-backend kvpool_mla --enable-mis
   --enable-mis does not work with .*masks between the items
 mla cuda fp4 --cuda-graph-backend-prefill full
@@ -77,8 +69,6 @@ mla cuda fp4 --speculative-algorithm NGRAM
 mla cuda fp8 EAGLE --attention-backend flashinfer
   --attention-backend flashinfer would cast .* leave it out, or use one of: kvpool_mla, triton$
 mla cuda fp8 EAGLE --decode-attention-backend flashmla
-  --speculative-algorithm EAGLE needs .* prefill uses kvpool_mla and decode uses flashmla; use
-mla cuda fp8 EAGLE --attention-backend flashmla
   --speculative-algorithm EAGLE needs .* prefill uses kvpool_mla and decode uses flashmla; use
 mla cuda bf16 EAGLE --prefill-attention-backend triton --decode-attention-backend kvpool_mla
   --speculative-algorithm EAGLE needs .* prefill uses triton and decode uses kvpool_mla; use
@@ -108,10 +98,6 @@ mla cuda bf16 TIER --kv-host-engine copy_engine --kv-host-layout fp4
   --kv-host-engine copy_engine copies rows as they are, and --kv-host-layout fp4 changes them; use
 mla cuda fp4 TIER --hicache-mem-layout layer_first
   --hicache-mem-layout layer_first does not work with .*layout fp4.*use one of: page_first, page_first_direct$
-mla cpu bf16 TIER --hicache-mem-layout page_head
-  --hicache-mem-layout page_head does not work with .*layout bf16.*use one of: page_first, page_first_direct$
-mla cpu fp8 TIER --hicache-mem-layout page_first_kv_split
-  --hicache-mem-layout page_first_kv_split does not work .*use one of: page_first, page_first_direct$
 mla cpu fp4 TIER --hicache-io-backend kernel_ascend
   --hicache-io-backend kernel_ascend does not work with --kv-cache-layout fp4.*use one of: kernel, direct$
 mla cuda fp4 --hicache-storage-backend file
@@ -150,8 +136,6 @@ mla cuda fp4 DCP TIER --kv-host-sharing node
   --kv-host-sharing node does not work with --dcp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda bf16 DCP --attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
-mla cuda bf16 DCP --decode-attention-backend fa3
-  --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
 mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 """
@@ -168,30 +152,16 @@ dsa-glm cuda fp4 --enable-prefill-cp --tp-size 2 --attn-cp-size 2 --cp-strategy 
   --cp-strategy zigzag does not work with sparse attention, .*; use --cp-strategy interleave$
 dsa cuda fp8
   .*prefill flashmla_kv cannot read rows of KV cache layout fp8; use --kv-cache-layout fp8_block_scale,
-dsa cuda fp8 DSA fa3 fa3
-  .*prefill fa3 cannot read
 dsa cuda fp8 DSA flashmla_sparse flashmla_kv
   .*prefill flashmla_sparse cannot read
 dsa cuda fp8 DSA flashmla_sparse trtllm
   .*prefill flashmla_sparse cannot read
-dsa cuda fp8 DSA trtllm flashmla_kv
-  .*decode flashmla_kv cannot read
-dsa cuda fp8 DSA flashmla_auto trtllm
-  .*prefill flashmla_auto cannot read
 dsa cuda fp8 --kv-cache-dtype fp8_e4m3
   .*prefill flashmla_kv cannot read
 dsa cuda bf16 DSA flashmla_kv flashmla_kv
   .*would quantise the whole pool
-dsa cuda bf16 DSA flashmla_kv fa3
-  .*would quantise the whole pool
-dsa cuda bf16 --dsa-decode-backend flashmla_kv
-  .*would quantise the whole pool
 dsa cuda fp8_block_scale DSA flashmla_sparse flashmla_sparse
   .*decode flashmla_sparse cannot read
-dsa cuda fp8_block_scale DSA flashmla_sparse fa3
-  .*decode fa3 cannot read
-dsa cuda fp8_block_scale DSA fa3 flashmla_kv
-  .*prefill fa3 cannot read
 dsa cuda fp8_block_scale DSA trtllm trtllm
   .*prefill trtllm cannot read
 dsa cuda fp8_block_scale DSA flashmla_kv flashmla_auto
@@ -202,8 +172,6 @@ dsa cuda fp8_block_scale DSA flashmla_sparse_q8 flashmla_kv --enable-mixed-chunk
   .*in EXTEND batches only, and this one is MIXED; leave out .*--enable-mixed-chunk
 dsa cuda fp4 DSA flashmla_kv flashmla_kv
   .*--dsa-decode-backend flashmla_kv cannot read .*; leave them
-dsa cuda fp4 DSA flashmla_sparse fa3
-  --dsa-decode-backend fa3 cannot read
 dsa cuda fp4 --dsa-prefill-backend triton_sparse_mla
   .*cannot read rows of --kv-cache-layout fp4
 dsa cuda fp4 --dtype float16
@@ -212,10 +180,6 @@ dsa cuda fp4 --kv-cache-arrangement token_major
   --kv-cache-arrangement token_major does not work with DeepseekV32ForCausalLM: .*; leave it out
 dsa cuda bf16 --attention-backend fa3
   --attention-backend fa3 cannot compute .*; leave it out, and
-dsa cuda fp4 --attention-backend kvpool_mla
-  --attention-backend kvpool_mla cannot compute the
-dsa cuda fp4 --decode-attention-backend flashinfer
-  --decode-attention-backend flashinfer cannot
 dsa cuda fp4 --prefill-attention-backend fa3 --decode-attention-backend flashmla
   --prefill-attention-backend fa3 and --decode-attention-backend flashmla cannot compute .*; leave them
 dsa cuda bf16 --prefill-attention-backend dsa
@@ -228,16 +192,10 @@ dsa-rank384 cuda fp4
   .*kv_lora_rank=384, .* have 344 bytes; .* multiples of 16 bytes
 dsa-kpool cuda fp8
   .*pooled index keys
-dsa-kpool cuda fp8_block_scale
-  .*pooled index keys
-dsa-kpool cuda fp8_block_scale DSA flashmla_kv flashmla_kv
-  .*pooled index keys
 dsa-sinks cuda fp4
   .*learnable attention sinks.*use --kv-cache-layout bf16
 glm5 cuda fp8
   .*flashmla_kv .* layout fp8 .*\(index_kpool above 1\).*use --kv-cache-layout bf16
-glm5 cuda fp8_block_scale
-  .*flashmla_kv .* layout fp8_block_scale .*\(index_kpool above 1\).*use --kv-cache-layout bf16
 glm5 cuda fp8_block_scale DSA tilelang tilelang
   .*tilelang .* layout fp8_block_scale .*\(index_kpool above 1\).*use --kv-cache-layout bf16
 mha cuda fp4

@@ -93,18 +93,6 @@ def test_argument_and_environment_are_equal(doors, option, door, monkeypatch):
         assert str(refused.value).startswith(f"{text} in the environment ({option.env}); ")
 
 
-def test_help_shows_every_option(resolve):
-    """The parser of `python -m sglang.launch_server --help`, which loads plugins first."""
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    text = parser.format_help()
-    for option in OPTIONS:
-        assert f"{option.flag} {{{','.join(option.choices)}}}" in text
-        assert option.env in text
-
-
 @every_option
 def test_values_travel_to_other_processes_and_copies_that_lost_them_are_refused(resolve, option, monkeypatch):
     """Shallow copies of a msgspec Struct have only its fields."""
@@ -126,24 +114,6 @@ def test_values_travel_to_other_processes_and_copies_that_lost_them_are_refused(
             with monkeypatch.context() as patch:
                 patch.setenv(option.env, exported)
                 assert option.resolve(make()) == exported
-
-
-@settings(FEW, max_examples=15)  # 0.4 s of CPU time each: four parsers
-@given(
-    # A value of a file that begins with a dash is an error of SGLang's own parser, which gets it as a word.
-    text=st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), min_size=1).filter(
-        lambda text: text.strip() and not text.strip().startswith("-")
-    )
-)
-def test_the_doors_agree(doors, text):
-    """All doors accept a text, or all refuse it with the same words."""
-    said = set()
-    for take in doors.values():
-        try:
-            said.add(take(LAYOUT, text))
-        except Refusal as refused:
-            said.add(str(refused).partition(" is not a KV cache layout")[1:])
-    assert len(said) == 1
 
 
 ODD = st.one_of(
@@ -191,11 +161,8 @@ def engine_arguments(doors):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("page_size", value) for value in ("64", 2.5, 64.0, True, 10**30, numpy.array([64]), [64])),
-        *(("dcp_size", "2"), ("attn_cp_size", "2"), ("tp_size", 2.0), ("nnodes", None.__class__)),
-        *(("hicache_size", "20"), ("hicache_size", 2.5), ("hicache_ratio", "2"), ("hicache_ratio", True)),
-        *(("mem_fraction_static", "0.8"), ("mem_fraction_static", 10**400), ("chunked_prefill_size", "8192")),
-        *(("disaggregation_decode_host_receive_threshold", "0.5"), ("fuseep_mode", b"")),
+        *(("page_size", value) for value in ("64", 64.0, True, 10**30)),
+        *(("nnodes", None.__class__), ("hicache_size", 2.5), ("mem_fraction_static", 10**400)),
     ],
 )
 def test_numbers_of_an_engine_that_its_parser_would_not_make(engine_arguments, field, value):

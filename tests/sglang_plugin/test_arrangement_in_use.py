@@ -1,17 +1,12 @@
-"""The pool that a scheduler builds in an arrangement, and what log and server info say about it."""
+"""The pool that a scheduler builds in an arrangement, and who reads it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from codec_oracle import ROW_BYTES
-from shown import SHOWN
 
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.sglang_plugin.options import OPTIONS
-
-NAMES = [option.name for option in OPTIONS]
 
 
 @pytest.fixture
@@ -59,23 +54,6 @@ def built(published, arranged, monkeypatch):
     return build
 
 
-@pytest.mark.parametrize("layout", [layout for layout, dtype in SHOWN.items() if dtype == "bfloat16"])
-@pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
-def test_the_pool_has_the_arrangement(built, arrangement, layout):
-    pool, line = built(arrangement, layout=layout, backends=("kvpool_mla", "kvpool_mla"))
-    assert pool.kv_cache_arrangement is KVArrangement(arrangement)
-    assert pool.kv_cache_layout == layout
-    assert pool.get_kv_size_bytes() == 16 * 3 * ROW_BYTES[layout]
-    assert line.endswith(f" GB, arrangement {arrangement}")
-
-
-def test_the_log_says_what_auto_is(built):
-    for arrangement in (None, "auto"):
-        pool, line = built(arrangement)
-        assert pool.kv_cache_arrangement is KVArrangement.LAYER_MAJOR
-        assert line.endswith(" GB, arrangement layer_major (auto)")
-
-
 def test_drafts_keep_layer_major(built):
     pool, line = built("token_major", draft=True)
     assert pool.kv_cache_arrangement is KVArrangement.LAYER_MAJOR
@@ -101,41 +79,3 @@ def test_a_draft_pool_is_told_the_drafts_reader(built):
 def test_a_pool_of_another_arrangement_is_noticed(built):
     with pytest.raises(RuntimeError, match="is token_major, but SGLang built a page_major pool"):
         built("token_major", other="page_major", backends=("kvpool_mla", "kvpool_mla"))
-
-
-# -------------------------------------------------------------------- server info
-
-
-def described(args):
-    """SGLang's `/server_info` of a process that has no hooks, as a `--tokenizer-worker-num` process."""
-    from sglang.srt.entrypoints.engine import SchedulerInitResult
-    from sglang.srt.utils.common import build_server_info
-
-    from sgl_kvpool.sglang_plugin.hooks import launching
-
-    reported = []
-    launched = SchedulerInitResult(
-        scheduler_infos=reported,
-        wait_for_ready=lambda: reported.extend({"status": "ready"} for _ in range(2)),
-    )
-    launching._describe_when_ready(launched, args)
-    launched.wait_for_ready()
-    one, other = (build_server_info(args, info) for info in reported)
-    assert one == other
-    return {name: value for name, value in one.items() if name in ("status", *NAMES)}
-
-
-@pytest.mark.parametrize(("arrangement", "said"), [(None, "layer_major"), ("token_major", "token_major")])
-def test_server_info(arranged, arrangement, said):
-    from sgl_kvpool.sglang_plugin.hooks.pools import _build_server_info
-
-    args = arranged(arrangement)
-    wanted = {"kv_cache_layout": "bf16", "kv_cache_arrangement": said}
-    assert described(args) == {"status": "ready", **wanted}
-    # SGLang's Rust server describes itself in a scheduler.
-    assert _build_server_info(lambda args, info: {"version": 1}, args, {}) == {"version": 1, **wanted}
-
-
-def test_server_info_without_a_layout(resolve, checkpoints):
-    args = resolve(checkpoints["mla"], "--kv-cache-arrangement", "auto")
-    assert described(args) == {"status": "ready"}

@@ -18,11 +18,6 @@ def test_every_layout_is_read_by_our_backend(resolved, layout, merge):
     assert backends_in_use(resolved(layout, "--dcp-comm-backend", merge)) == ("kvpool_mla", "kvpool_mla")
 
 
-@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-def test_arrangements(resolved, arrangement):
-    assert resolved("fp4", "--kv-cache-arrangement", arrangement).dcp_size == 2
-
-
 @pytest.mark.parametrize("store", [None, "file", "mooncake"])
 def test_host_tiers(resolved, capfd, store):
     argv = ["--enable-hierarchical-cache", *(("--hicache-storage-backend", store) if store else ())]

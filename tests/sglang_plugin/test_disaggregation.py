@@ -62,18 +62,6 @@ def unhooked(peer, bootstrap):
 
 
 @pytest.mark.parametrize("layout", NARROW)
-def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
-    """With SGLang's own text, when the decode server has no plugin."""
-    stock = device_pool("bf16")
-    manager_of("prefill", pool_of(layout))
-    peer = manager_of("decode", stock, layout=None)
-    text = f"server has kv_cache_dtype={STRINGS[layout]}, but decode server has kv_cache_dtype=bfloat16. Both"
-    with pytest.raises(RuntimeError) as error:
-        unhooked(peer, bootstrap)
-    assert text in str(error.value)
-
-
-@pytest.mark.parametrize("layout", NARROW)
 def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
     manager_of("prefill", device_pool("bf16"), layout=None)
     text = rf"stores SGLang's own rows \(bfloat16\), and this decode server stores rows of layout {layout} \("
@@ -145,25 +133,6 @@ def test_k_scales_of_a_pipeline_stage_cannot_be_compared(published):
         assert rows_name([device_pool("fp8")]) == "fp8-r512-p64-b576-v1"
         with pytest.raises(ValueError, match=r"--pp-size 2 does not .*-layout fp8 and .*-size 1, or"):
             rows_name([scaled])
-
-
-def test_sglangs_other_errors_name_the_prefill_server(manager_of, bootstrap):
-    """SGLang's text does not name it, and a decode server may have several prefill servers."""
-    from sgl_kvpool.sglang_plugin.hooks.peer_mismatch import PeerMismatch
-
-    manager_of("prefill", pool_of("fp4", page_size=2))
-    said = rf"^the prefill server at {bootstrap}: Page size mismatch: .*same --page-size value\.$"
-    with pytest.raises(PeerMismatch, match=said):
-        manager_of("decode", pool_of("fp4")).try_ensure_parallel_info(bootstrap)
-
-
-def test_a_mismatch_of_stock_rows_keeps_sglangs_error(manager_of, bootstrap):
-    """The text is SGLang's; the error concerns this peer only, and the decode server goes on."""
-    from sgl_kvpool.sglang_plugin.hooks.peer_mismatch import PeerMismatch
-
-    manager_of("prefill", device_pool("fp8"), layout=None)
-    with pytest.raises(PeerMismatch, match=r"^KV cache dtype mismatch: .*same --kv-cache-dtype value\.$"):
-        manager_of("decode", device_pool("bf16"), layout=None).try_ensure_parallel_info(bootstrap)
 
 
 # -------------------------------------------------------------------- drafts

@@ -1,10 +1,8 @@
 """Prefill and decode servers of models with sparse attention: what peers compare."""
 
-import re
-
 import pytest
 from codec_oracle import LAYOUTS, OURS_ALONE
-from managers import PAIRS, STRINGS, pool_of
+from managers import STRINGS, pool_of
 from pools import DSA_PAGE as PAGE
 from pools import INDEX_PAGE_BYTES, LAYERS, dsa_pool, dsa_row_bytes
 
@@ -24,19 +22,6 @@ def test_sparse_pools_name_their_rows_and_send_index_keys_beside_them(manager_of
     assert [kind.value for kind in args.state_types] == ["dsa"]
     assert args.state_data_ptrs == [[pages.data_ptr() for pages in pool.index_k_with_scale_buffer]]
     assert args.state_item_lens == [[INDEX_PAGE_BYTES, 0, INDEX_PAGE_BYTES]]
-
-
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
-def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, decode):
-    manager_of("prefill", pool_of(prefill, make=dsa_pool))
-    peer = manager_of("decode", pool_of(decode, make=dsa_pool))
-    if prefill == decode:
-        assert peer.try_ensure_parallel_info(bootstrap)
-        return
-    text = "KV cache layout mismatch: .*"
-    text += ", .*".join(re.escape(f"({DSA_STRINGS[layout]})") for layout in (prefill, decode))
-    with pytest.raises(RuntimeError, match=f"{text}.*same --kv-cache-layout"):
-        peer.try_ensure_parallel_info(bootstrap)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

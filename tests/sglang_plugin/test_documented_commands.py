@@ -13,7 +13,6 @@ import pytest
 from fences import blocks
 
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.srt.host.page_format import HostPageFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,27 +98,3 @@ def test_bytes_per_token(layout):
     expected = [token, 62 * row, sparse, 7 * row, f"{row / row_bytes('bf16'):.2f}"]
     expected += [f"{131072 * token / 1e9:.2f}", f"{1e12 / token / 1e6:.1f}"]
     assert lines_of("bytes per token")[layout.value] == [str(cell) for cell in expected]
-
-
-def test_bytes_of_a_host_page():
-    """61 layers of 64 tokens, with padding and checksum."""
-    (line,) = (
-        line for line in TRANSFER.splitlines() if line.startswith("| 61 layers (DeepSeek-V3), bytes |")
-    )
-    formats = [HostPageFormat.of_rows(61 * 64 * row_bytes(layout), 64) for layout in MLAKVCacheLayout]
-    assert [int(cell) for cell in re.findall(r"(\d{6,})", line)] == [one.size_bytes for one in formats]
-
-
-def test_tokens_of_a_shared_host_tier():
-    """1000 GB, a copy for each of eight ranks, one copy, and one copy of `fp4`."""
-    (line,) = re.findall(r"^\| tokens of `bf16` rows \|.*", TRANSFER, re.MULTILINE)
-    each, one = (HostPageFormat.of_rows(61 * 64 * row_bytes(name), 64).size_bytes for name in ("bf16", "fp4"))
-    tokens = [64e12 / 8 / each, 64e12 / each, 64e12 / one]
-    assert re.findall(r"([\d.]+) million", line) == [f"{number / 1e6:.3g}" for number in tokens]
-
-
-def test_index_keys_are_of_sglangs_size():
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
-    quantized = DSATokenToKVPool.quant_block_size
-    assert 128 + 128 // quantized * 4 == INDEX_KEY_BYTES

@@ -94,12 +94,6 @@ def test_drafts_of_another_kind_are_told_to_name_a_backend(factory):
             create()
 
 
-def test_targets():
-    target = runner(is_draft_worker=False)
-    backend = attention.create_backend(target)
-    assert backend.arguments == ((target,), {})
-
-
 def test_queries_that_are_scaled_by_their_position(published, monkeypatch):
     """SGLang multiplies them in the absorbed form, for backends that are not in its list."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry

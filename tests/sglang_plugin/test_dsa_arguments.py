@@ -37,17 +37,13 @@ def test_choice(serve, layout, argv, expected):
     ("layout", "named", "argv"),
     [
         ("bf16", ("flashmla_sparse", "flashmla_sparse"), ()),
-        ("bf16", ("tilelang", "fa3"), ()),
         ("bf16", ("flashmla_sparse_q8", "fa3"), ()),
-        ("bf16", None, ("--kv-cache-dtype", "bfloat16")),
         ("fp8_block_scale", ("flashmla_sparse", "flashmla_kv"), ()),
         ("fp8_block_scale", ("flashmla_sparse", "flashmla_kv"), ("--enable-mixed-chunk",)),
-        ("fp8_block_scale", ("triton_sparse_mla", "flashmla_kv"), ()),
         ("fp8_block_scale", ("flashmla_auto", "flashmla_kv"), ()),
         ("fp8_block_scale", None, ("--kv-cache-dtype", "fp8_e4m3")),
         # What SGLang is shown for a dense model: one rule for every model.
         ("fp8_block_scale", None, ("--kv-cache-dtype", "bfloat16")),
-        ("fp4", None, ("--enable-mixed-chunk",)),
         ("fp4", ("flashmla_sparse", "flashmla_sparse"), ()),
         ("fp4", None, ("--attention-backend", "dsa")),
     ],
@@ -71,23 +67,6 @@ def test_our_kernel_is_for_hopper(serve):
     text = "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout"
     with pytest.raises(ValueError, match=text):
         serve("fp4", capability=(8, 9))
-
-
-def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serve, checkpoints):
-    path, backend = "--speculative-draft-model-path", "--speculative-draft-attention-backend"
-    argv = ("--speculative-algorithm", "EAGLE", backend, "fa3")
-    for same in ((), (path, checkpoints["dsa"]), (path, checkpoints["dsa"] + "/../dsa/")):
-        with pytest.raises(ValueError, match=f"^{backend} fa3 cannot compute the sparse attention"):
-            serve("fp4", *argv, *same)
-    # Another checkpoint: its attention is known when its pool is built.
-    serve("fp4", *argv, path, checkpoints["dsa3"])
-
-
-def test_names_of_other_hardware(serve, monkeypatch):
-    text = "--dsa-decode-backend aiter is not for NVIDIA GPUs; use --dsa-prefill-backend flashmla_sparse "
-    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
-    with pytest.raises(ValueError, match=text):
-        serve(None, *FP8, *pair("flashmla_sparse", "aiter"))
 
 
 def test_rows_that_prefill_does_not_read(serve, monkeypatch):

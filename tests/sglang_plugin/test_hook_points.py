@@ -195,16 +195,6 @@ def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_schedule
     assert "_resolve_kv_pool_class: not there" in done.stderr
 
 
-def test_a_step_or_field_that_is_gone_is_named():
-    from sgl_kvpool.sglang_plugin.hook_points import check
-    from sgl_kvpool.sglang_plugin.registry import HookPoint
-
-    steps = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
-    assert check([HookPoint(steps, hooked=False, members=("handle_hicache", "gone", "left"))]) == [
-        f"{steps}: has no gone, left"
-    ]
-
-
 def test_every_argument_that_is_read_is_a_checked_field():
     """A renamed field is named in the refusal, instead of an AttributeError at the first read.
 
@@ -274,32 +264,6 @@ def test_a_scheduler_without_a_launchers_hook_groups_hooks_the_pools(run_in_sche
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code, KVPOOL_KV_CACHE_LAYOUT="fp4")
     assert done.stdout == "['arguments', 'pools'] []\n", done.stderr
-
-
-def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
-    """Hooks of several plugins on one target, whichever is loaded first."""
-    (tmp_path / "zz_other.py").write_text(
-        "from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
-        "def register():\n"
-        "    HookRegistry.register('sglang.srt.server_args.ServerArgs.add_cli_args', hook,"
-        " HookType.AROUND)\n"
-        "def hook(original, parser):\n"
-        "    original(parser)\n"
-        "    parser.add_argument('--zz-other')\n"
-    )
-    info = tmp_path / "zz_other-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zz-other\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nzz_other = zz_other:register\n")
-    code = LOAD.format(argv=["x"]) + (
-        "import argparse; from sglang.srt.server_args import ServerArgs;"
-        "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
-        "flags = parser._option_string_actions;"
-        "print('--zz-other' in flags, '--kv-cache-layout' in flags)"
-    )
-    for order in ("sgl_kvpool,zz_other", "zz_other,sgl_kvpool"):
-        done = run(code, PYTHONPATH=str(tmp_path), SGLANG_PLUGINS=order)
-        assert done.stdout == "True True\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,6 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
         arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)
 
 
-def test_the_geometry_decides(resolve, checkpoints):
-    """With a latent of 256, fp8_block_scale rows have 400 bytes and fp8 rows 320."""
-    argv = ["--kv-cache-layout", "fp8", HICACHE, "--kv-host-layout"]
-    with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*: same, .*fp4, "):
-        resolve(checkpoints["rank256"], *argv, "fp8_block_scale")
-    assert options(resolve(checkpoints["rank256"], *argv, "fp4")) == ("fp4", "auto")
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "variable"),
     [
@@ -57,18 +49,6 @@ def test_they_need_a_layout_and_a_host_tier(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=text):
         resolve(checkpoints["mla"], HICACHE)
-
-
-def test_the_copy_engine_does_not_encode():
-    from test_host_tier_arguments import on_a_gpu
-
-    on_a_gpu("bf16", engine="copy_engine")
-    on_a_gpu("fp4", engine="copy_engine", host="fp4")
-    for engine in ("staged", "kernel", "auto"):
-        on_a_gpu("bf16", engine=engine, host="fp4")
-    text = "^--kv-host-engine copy_engine copies rows as they are, and --kv-host-layout fp4 changes them; use"
-    with pytest.raises(ValueError, match=text):
-        on_a_gpu("bf16", engine="copy_engine", host="fp4")
 
 
 def test_what_the_server_says_of_itself(arranged):

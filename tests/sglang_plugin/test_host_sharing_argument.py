@@ -181,37 +181,7 @@ def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
     assert _has_packed_draft(model_config, view) == (algorithm == "EAGLE" and layers == 1)
 
 
-def test_the_log_says_what_was_taken(arranged, capfd):
-    arranged(None, HICACHE, *TWO_RANKS)
-    assert "sgl-kvpool: --kv-host-sharing node (2 ranks hold the same rows)" in capfd.readouterr().err
-
-
-def test_one_rank_that_was_to_share_is_told_that_it_does_not(arranged, capfd):
-    assert sharing(arranged(None, HICACHE, "--kv-host-sharing", "node")) == "rank"
-    said = "sgl-kvpool: --kv-host-sharing rank (no two ranks hold the same rows)"
-    assert said in capfd.readouterr().err
-    arranged(None, HICACHE)
-    assert "--kv-host-sharing" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["{", "[1]", '"mooncake"', "@nothing.json"])
 def test_invalid_configurations_of_stores_are_left_to_the_scheduler(arranged, text):
     store = ("--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", text)
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, *store)) == "node"
-
-
-@pytest.mark.parametrize("value", ["node", "rank"])
-def test_it_needs_a_host_tier(arranged, value):
-    with pytest.raises(ValueError, match=f"--kv-host-sharing {value} .* does nothing without --enable-hier"):
-        arranged(None, *TWO_RANKS, "--kv-host-sharing", value)
-
-
-def test_on_a_gpu_sharing_takes_our_host_pool(arranged):
-    """Without sharing, SGLang's own pool serves 16-bit rows."""
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.memory.arrangement import KVArrangement
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    asked = MLAKVCacheLayout.BF16, KVArrangement.LAYER_MAJOR, "cuda"
-    assert not HostTierOptions().serves(*asked)
-    assert HostTierOptions(sharing="node").serves(*asked)

@@ -23,11 +23,6 @@ def test_every_layout_and_arrangement_on_the_cpu(arranged, layout, arrangement):
     assert (found.hicache_mem_layout, found.hicache_io_backend) == ("page_first", "kernel")
 
 
-@pytest.mark.parametrize("page_size", ["1", "16", "128"])
-def test_a_page_size_that_is_given_stays(arranged, page_size):
-    assert view(arranged(None, HICACHE, "--page-size", page_size)).page_size == int(page_size)
-
-
 def test_without_a_host_tier_or_without_a_layout_the_page_size_is_sglangs(arranged, resolve, checkpoints):
     assert view(arranged(None)).page_size == 1
     assert view(resolve(checkpoints["mla"], HICACHE)).page_size == 1
@@ -54,14 +49,6 @@ def test_a_size_makes_the_ratio_unimportant(arranged):
     assert (found.page_size, found.hicache_mem_layout) == (64, "page_first")
 
 
-def test_a_store_without_a_tier(arranged):
-    with pytest.raises(ValueError, match="--hicache-storage-backend file does nothing without --enable-hier"):
-        arranged(None, "--hicache-storage-backend", "file", layout="fp4")
-    found = view(arranged(None, HICACHE, "--hicache-storage-backend", "file", layout="fp4"))
-    assert (found.enable_hierarchical_cache, found.hicache_storage_backend) == (True, "file")
-    assert (found.page_size, found.hicache_mem_layout) == (64, "page_first")
-
-
 OFFLOAD = (
     *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-offload-kvcache"),
     *("--hicache-storage-backend", "file"),
@@ -76,11 +63,6 @@ def test_a_decode_server_that_offloads_has_a_tier(arranged):
     text = "^--hicache-mem-layout layer_first does not work with --kv-cache-layout fp4"
     with pytest.raises(ValueError, match=text):
         arranged(None, *OFFLOAD, "--hicache-mem-layout", "layer_first", layout="fp4")
-
-
-def test_arguments_of_the_host_tier_are_not_checked_without_one(arranged):
-    found = view(arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4"))
-    assert (found.hicache_mem_layout, found.page_size) == ("layer_first", 1)
 
 
 def on_a_gpu(

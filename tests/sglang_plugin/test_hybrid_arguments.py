@@ -19,20 +19,6 @@ def test_dense_hybrids_on_hopper(serve, model, layout):
     assert not view.disable_overlap_schedule
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", DENSE)
-def test_dense_hybrids_on_a_cpu(serve, model, layout):
-    """On a CPU SGLang keeps states without an extra buffer, which the overlap scheduler would need."""
-    view = serve(model, layout, "--disable-overlap-schedule", device="cpu")
-    assert (view.attention_backend, view.mamba_radix_cache_strategy) == ("kvpool_mla", "no_buffer")
-
-
-@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-def test_every_arrangement(serve, arrangement):
-    view = serve("kda", "fp4", "--kv-cache-arrangement", arrangement)
-    assert view.attention_backend == "kvpool_mla"
-
-
 @pytest.mark.parametrize(
     ("argv", "device", "page_size", "strategy"),
     [

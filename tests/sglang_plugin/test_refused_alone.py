@@ -54,21 +54,11 @@ def refused_by_arguments(done):
             "--kv-cache-layout 'fp5' is not a KV cache layout; choose one of: auto",
         ),
         ((), {"KVPOOL_KV_CACHE_LAYOUT": "int2"}, "KVPOOL_KV_CACHE_LAYOUT='int2' is not a KV cache layout;"),
-        (
-            (*LAYOUT, "--kv-host-layout", "fp4"),
-            {},
-            "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing",
-        ),
         ((*LAYOUT, "--enable-hisparse"), {}, "--enable-hisparse does not work with --kv-cache-layout fp4"),
         (
             (*LAYOUT, "--page-size=-64"),
             {},
             "--page-size -64 is not a valid number of tokens; give a whole number from 1 to 2147483647, or",
-        ),
-        (
-            (),
-            {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp4"},
-            "SGL_KVPOOL_KV_CACHE_LAYOUT='fp4' is not a variable of sgl",
         ),
     ],
 )
@@ -79,8 +69,6 @@ def test_refusals_by_the_arguments_alone(start, argv, environment, text):
 def test_refusals_of_launch_server(start):
     last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="launch_server"))
     assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
-    last = refused_by_arguments(start(command="launch_server", KVPOOL_LAYOUTS="fp4"))
-    assert last.startswith("KVPOOL_LAYOUTS='fp4' is not a variable of sgl-kvpool")
 
 
 def test_refusals_of_a_configuration_file(start, tmp_path):
@@ -123,16 +111,7 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("arguments", "environment", "text"),
     [
-        (
-            "kv_cache_layout='fp5'",
-            {},
-            "kv_cache_layout='fp5' is not a KV cache layout; choose one of: auto, bf16",
-        ),
-        (
-            "kv_cache_layout=__import__('numpy').array(['fp4', 'x\\ny'])",
-            {},
-            "kv_cache_layout=array(['fp4', 'x\\ny'], dtype='<U3') is not a KV cache layout; choose one",
-        ),
+        ("kv_cache_layout='fp5'", {}, "kv_cache_layout='fp5' is not a KV cache layout; choose one of: auto"),
         ("kv_cache_layout='fp4', page_size=-64", {}, "--page-size -64 is not a valid number of tokens"),
         ("", {"KVPOOL_FIX_TOPK": "perhaps"}, "KVPOOL_FIX_TOPK='perhaps' is neither yes"),
     ],
@@ -144,22 +123,14 @@ def test_an_engine_raises_in_its_program(launcher, arguments, environment, text)
     assert f"caught {text}" in done.stdout
 
 
-NONSENSE = {
-    "max_total_tokens": ("0", "-5"),
-    "page_size": ("0", "-64"),
-    "context_length": ("0", "-1"),
-    "max_running_requests": ("0", "-1"),
-    "mem_fraction_static": ("0", "-0.5", "1.5", "nan"),
-    "tp_size": ("0",),
-    "pp_size": ("-1",),
-    "dp_size": ("0",),
-    "speculative_num_draft_tokens": ("0",),
-    "max_mamba_cache_size": ("-1",),
-    "mamba_full_memory_ratio": ("0", "inf"),
-}
-
-
-@pytest.mark.parametrize(("field", "value"), [(field, v) for field in NONSENSE for v in NONSENSE[field]])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((number.field, "-1") for number in argument_rules.NUMBERS),
+        *(("page_size", "0"), ("mem_fraction_static", "1.5"), ("mem_fraction_static", "nan")),
+        *(("mamba_full_memory_ratio", "inf"), ("tp_size", "0")),
+    ],
+)
 def test_invalid_numbers_of_the_pool_are_refused(resolve, checkpoints, field, value):
     """The message names the flag; SGLang's parser accepts it, so the spelling is SGLang's."""
     flag = "--" + field.replace("_", "-")
@@ -167,10 +138,6 @@ def test_invalid_numbers_of_the_pool_are_refused(resolve, checkpoints, field, va
         ValueError, match=f"^{flag} {float(value):g}(.0)? is not a valid .*; give .*, or leave it out$"
     ):
         resolve(checkpoints["mla"], *LAYOUT, f"{flag}={value}")
-
-
-def test_every_number_is_tested():
-    assert {number.field for number in argument_rules.NUMBERS} == set(NONSENSE)
 
 
 def test_without_a_layout_numbers_are_passed_to_sglang(resolve, checkpoints):

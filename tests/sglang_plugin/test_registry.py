@@ -11,7 +11,7 @@ import pytest
 from sgl_kvpool.commands.doctor.probes import hook_groups
 from sgl_kvpool.sglang_plugin import registry
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
-from sgl_kvpool.sglang_plugin.registry import HookPoint, around, declared, parameters_of, uses
+from sgl_kvpool.sglang_plugin.registry import HookPoint, around, declared
 
 NAMES = {group.name for group in hook_groups()}
 
@@ -44,28 +44,6 @@ def test_parameters_are_those_of_the_hook_and_what_it_reads(scratch):
     assert declared(scratch).modules == (__name__,)
     with pytest.raises(AssertionError, match=r"sglang\.one"):
         around("sglang.one", scratch)(other)
-
-
-def test_members_that_several_modules_read_are_one_hook_point(scratch):
-    uses("sglang.names", scratch, members=("a", "b"))
-    uses("sglang.names", scratch, members=("b", "c"))
-    assert list(declared(scratch).points.values()) == [
-        HookPoint("sglang.names", hooked=False, members=("a", "b", "c"))
-    ]
-
-
-def test_the_host_pool_of_a_draft_is_built_with_checked_names():
-    """The hook passes them on in `**kwargs`."""
-    (group,) = (group for group in GROUPS if group.name == "host tier")
-    (point,) = (point for point in group.points() if point.target.endswith("._build_mha_mla_host_pool"))
-    assert point.parameters == (
-        *("pool", "host_to_device_ratio", "page_size", "layout", "allocator_type", "pool_label"),
-        "host_token_capacity",
-    )
-
-
-def test_positional_parameters_have_no_name():
-    assert parameters_of(lambda a, /, b, *, c: None) == ("b", "c")
 
 
 def overriding():

@@ -5,8 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from hybrid_case import HybridCase
-from test_backend import Case, radix_attention
+from test_backend import Case
 
 from sgl_kvpool.refusal import Refusal
 
@@ -50,16 +49,6 @@ def test_success_is_one_line(scheduler, caplog):
     )
 
 
-def test_nothing_is_checked_where_it_is_not_due(scheduler, monkeypatch, caplog):
-    from sgl_kvpool.sglang_plugin import hook_points
-
-    monkeypatch.setattr(hook_points, "version_problem", lambda: None)
-    scheduler.tp_worker.model_runner.token_to_kv_pool = None
-    with caplog.at_level(logging.INFO):
-        run(scheduler)
-    assert "self-check" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("problem", "device", "why"),
     [
@@ -89,36 +78,6 @@ def test_a_backend_inside_another_is_found(scheduler, caplog):
     with caplog.at_level(logging.INFO):
         run(scheduler)
     assert caplog.text.count("attention of 3 requests") == 1
-
-
-@pytest.mark.parametrize("layout", ["fp8", "fp4"])
-def test_hybrid_models(scheduler, layout, monkeypatch, caplog):
-    """Layers have model layer ids and their own k_scales; the other layers keep states."""
-    case = HybridCase(layout, [1], [0], monkeypatch, arrangement="page_major", page_size=7)
-    case.runner.attn_backend = case.backend
-    scheduler.tp_worker.model_runner = case.runner
-    with caplog.at_level(logging.INFO):
-        run(scheduler)
-    assert "rows of 3 of 3 layers, attention of" in caplog.text
-    assert caplog.text.count("attention of 3 requests") == 2
-
-
-def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
-    import torch
-    from pools import device_pool
-
-    from sgl_kvpool.sglang_plugin.hooks import disaggregation
-
-    runner = scheduler.tp_worker.model_runner
-    pool, draft = runner.token_to_kv_pool, device_pool("fp8", layers=1)
-    runner.model = torch.nn.ModuleList(
-        [radix_attention(), radix_attention(layer_id=5), torch.nn.Linear(1, 1)]
-    )
-    monkeypatch.setattr(disaggregation, "POOLS", [draft, pool.row_pool])
-    with caplog.at_level(logging.INFO):
-        run(scheduler)
-    assert "rows of 2 of 2 layers, rows of 1 of 1 layers of a draft model, attention of" in caplog.text
-    assert caplog.text.count("attention of 3 requests") == 2
 
 
 def test_a_difference_refuses_the_start(scheduler, monkeypatch):
@@ -157,30 +116,3 @@ def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
     with pytest.raises(Refusal, match="failed on another rank" if local else "found a difference: attention"):
         run(scheduler)
     assert asked == [local]
-
-
-def test_a_difference_in_the_host_tier_names_its_way_out(scheduler, monkeypatch):
-    from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
-    from sgl_kvpool.srt.self_check import Difference
-
-    def check(controller):
-        raise Difference("rows of fp4 in the host tier: byte 0 of layer 0")
-
-    monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
-    monkeypatch.setattr(self_check, "_check_tier", check)
-    monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: good)
-    with pytest.raises(Refusal) as found:
-        run(scheduler)
-    assert str(found.value).endswith(
-        "byte 0 of layer 0; serve without --enable-hierarchical-cache, or without --kv-cache-layout, and "
-        "report this line"
-    )
-
-
-def test_the_scheduler_checks_itself_when_it_has_been_built(monkeypatch):
-    from sgl_kvpool.sglang_plugin.hooks import self_check
-
-    order = []
-    monkeypatch.setattr(self_check, "run", lambda scheduler: order.append(scheduler))
-    self_check._init_scheduler(lambda self, *args: order.append(args), "scheduler", "arguments")
-    assert order == [("arguments",), "scheduler"]

@@ -7,9 +7,6 @@ import pytest
 from codec_oracle import LAYOUTS
 from shown import SHOWN
 
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.options import LAYOUT
-
 
 def view(server_args):
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -72,30 +69,6 @@ def test_contradicting_dtypes(resolve, checkpoints, layout, dtype):
     assert "bf16: auto, bfloat16, bf16; fp8: auto, fp8_e4m3; fp8_block_scale: auto" in str(error.value)
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_disaggregated_servers(resolve, checkpoints, layout, mode):
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--disaggregation-mode", mode)
-    assert (asked(args), view(args).disaggregation_mode) == (layout, mode)
-
-
-@pytest.mark.parametrize("backup", ["cpu_tensor", "none"])
-def test_accepted_backups_of_retracted_rows(resolve, checkpoints, backup):
-    mode = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", backup)
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", *mode)
-    assert view(args).disaggregation_decode_retraction_backup == backup
-
-
-def test_refused_fields_exist_in_sglang():
-    """A feature whose field was renamed would never be refused."""
-    from sglang.srt.arg_groups.arg_utils import record_fields
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES as TABLE
-
-    assert {feature.field for feature in TABLE} <= {f.name for f in record_fields(ServerArgs)}
-
-
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -114,40 +87,10 @@ def test_models_that_are_refused(resolve, checkpoints, model, text):
         resolve(checkpoints[model], "--kv-cache-layout", "fp4")
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8"])
-def test_stock_backends_may_read_sglangs_own_rows(resolve, checkpoints, layout):
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--attention-backend", "torch_native")
-    assert view(args).attention_backend == "torch_native"
-    args = resolve(
-        checkpoints["mla"],
-        *("--kv-cache-layout", layout, "--decode-attention-backend", "torch_native"),
-    )
-    assert view(args).attention_backend == "kvpool_mla"
-    assert view(args).decode_attention_backend == "torch_native"
-
-
 @pytest.mark.parametrize("flag", ["--attention-backend", "--speculative-draft-attention-backend"])
 def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
     with pytest.raises(ValueError, match=f"^{flag} kvpool_mla reads pools of sgl-kvpool; add"):
         resolve(checkpoints["mla"], flag, "kvpool_mla")
-
-
-def test_engine_keyword(resolve, checkpoints):
-    """`Engine(kv_cache_layout=...)` calls `Engine.server_args_class`."""
-    from sglang.srt.entrypoints import engine
-
-    # This process loaded the plugin before the Engine's module; every Engine() starts with this call.
-    # tests/engine has processes that import the Engine first.
-    engine.load_plugins()
-    Engine = engine.Engine
-    layout = MLAKVCacheLayout.FP4
-    args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout=layout)
-    args.resolve_once()
-    assert asked(args) == "fp4"
-    assert type(vars(args)[LAYOUT.attribute]) is str  # pickled into processes without our enum
-    plain = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu")
-    plain.resolve_once()
-    assert asked(plain) is None
 
 
 def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypatch):
