@@ -56,16 +56,23 @@ def no_groups(published):
 
 
 @pytest.fixture
-def manager_of(bootstrap, no_groups, monkeypatch):
+def manager_of(bootstrap, no_groups, published, monkeypatch):
     """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, made by SGLang's queue.
 
-    `layout` is the server's requested layout; None is a server without the plugin.
+    `layout` is the server's requested layout; None is a server without the plugin. `sizes` are arguments of
+    a server of several ranks, and `manager` is the class of a transfer engine's manager.
     """
     from sglang.srt.disaggregation import decode, prefill
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, TransferBackend
-    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
     from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import hook_groups
@@ -74,15 +81,19 @@ def manager_of(bootstrap, no_groups, monkeypatch):
 
     monkeypatch.setattr(record, "_requested", set())
     hook_groups.apply(hook_groups.named("disaggregation"))
-    classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}
+    classes = {KVClassType.KVARGS: KVArgs}
     for module in (prefill, decode):
         # The engines' own classes need their library and a network card.
         monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
     before = snapshot_context()
-    made = []
+    made, kept = [], []
     queues = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
 
-    def build(mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None):
+    def build(
+        mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None, rank=0,
+        manager=CommonKVManager, **sizes,
+    ):  # fmt: skip
+        classes[KVClassType.MANAGER] = manager
         model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
         if with_rows is not None:  # a hybrid model; its other layers have states
             model = SimpleNamespace(
@@ -90,10 +101,12 @@ def manager_of(bootstrap, no_groups, monkeypatch):
                 hf_text_config=SimpleNamespace(full_attention_layer_ids=with_rows),
             )
         args = ServerArgs(
-            model_path="dummy", device="cpu", host="127.0.0.1", page_size=pool.page_size,
+            model_path="dummy", device=pool.device, host="127.0.0.1", page_size=pool.page_size,
             disaggregation_mode=mode, disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
+            **sizes,
         )  # fmt: skip
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        get_parallel().clear_stamp()  # the rank of the manager before
+        publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
         if layout == "as the pool":
             layout = pool.kv_cache_layout.value
         setattr(args, LAYOUT.attribute, layout)  # as in a record from the launcher
@@ -102,7 +115,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
         )
         queue = object.__new__(queues[mode])
         vars(queue).update(
-            transfer_backend=TransferBackend.MOONCAKE, tp_rank=0, pp_rank=0, is_mla_backend=True,
+            transfer_backend=TransferBackend.MOONCAKE, tp_rank=rank, pp_rank=0, is_mla_backend=True,
             token_to_kv_pool=pool, draft_token_to_kv_pool=draft, enable_staging=False,
             metadata_buffers=MetadataBuffers(4, 16, torch.float32, 0),
             scheduler=SimpleNamespace(
@@ -111,12 +124,18 @@ def manager_of(bootstrap, no_groups, monkeypatch):
                 model_config=model,
             ),
         )  # fmt: skip
+        kept.append(queue)  # its buffers, of which the manager has addresses
         made.append(queue._init_kv_manager())
         return made[-1]
 
     yield build
+    engines = [manager for manager in made if type(manager) is not CommonKVManager]
+    for manager in engines:  # whose threads end within half a second
+        manager._stopped = True
     for manager in made:
-        manager.server_socket.close(0)
+        manager.teardown() if manager in engines else manager.server_socket.close(0)
+    get_parallel().clear_stamp()  # SGLang's restore leaves the rank
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
     restore_context(before)
 
 

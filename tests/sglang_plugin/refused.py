@@ -11,6 +11,7 @@ SHORT = {
     "EAGLE": EAGLE,
     "STEPS": ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
     "DCP": ("--tp-size", "4", "--dcp-size", "2"),
+    "OFFLOAD": ("--disaggregation-decode-enable-offload-kvcache", "--hicache-storage-backend", "file"),
     # Queries that are scaled by position.
     "SCALED": ('{"llama_4_scaling":{"original_max_position_embeddings":8192,"beta":0.1}}',),
 }
@@ -136,6 +137,8 @@ mla cuda fp4 DCP TIER --kv-host-sharing node
   --kv-host-sharing node does not work with --dcp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda bf16 DCP --attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
+mla cuda fp4 DCP OFFLOAD --disaggregation-mode decode
+  --dcp-size 2 .* fp4 and --disaggregation-decode-enable-offload-kvcache: .*; leave out one of them$
 mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 """
@@ -143,7 +146,6 @@ mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
 DCP_CASES = """
 mla cuda fp8 --speculative-algorithm EAGLE
 mla cuda bf16 --enable-deterministic-inference
-mla cuda fp4 --disaggregation-mode decode
 mla cuda fp4 --attn-dp-size 2
 mla cuda fp4 --pp-size 2
 """

@@ -5,6 +5,10 @@ layout reports correctly. Before a transfer, the decode server compares its `KVA
 the prefill server's, but several layouts declare the same dtype to SGLang. So the row format is added to
 that string, for example `bfloat16+kvpool:fp4-r512-p64-b416-v1`. A decode server without this plugin compares
 the string too.
+
+With decode context parallelism, `KVArgs.kv_layout`, which SGLang sets for DeepSeek-V4 alone, says which ranks
+share rows. SGLang sends rows of one rank to any number of ranks, and rows of several ranks to as many; what
+else a decode server asks for would end the thread by which a prefill server hears of all requests.
 """
 
 from typing import Any
@@ -18,7 +22,7 @@ from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 uses(
     "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
     "disaggregation",
-    members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
+    members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "kv_layout", "num_draft_entries"),
 )
 # What prefill and decode servers on a CPU set, by transfer backend.
 uses(
@@ -46,18 +50,29 @@ POOLS: WeakSet = WeakSet()
     reads=("is_mla_backend",),
 )
 def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
-    """Add the row format to the compared string before the original registers it at the bootstrap server."""
+    """Add the row format, and the ranks that share rows, to what the original registers for peers."""
     layout = layout_of(server_args)
-    # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
-    if layout is not None and not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
-        args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args), bool(args.num_draft_entries))
-    if layout is not None:
-        from sglang.srt.runtime_context import get_device, get_disagg
+    if layout is None:
+        return original(self, args, disaggregation_mode, server_args, *more, **named)
+    from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
-        if get_device().device == "cpu":
-            # The resolved name: `mooncake_tcp` is `mooncake` by now.
-            _on_cpu(args, get_disagg().disaggregation_transfer_backend)
-    return original(self, args, disaggregation_mode, server_args, *more, **named)
+    # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
+    if not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
+        args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args), bool(args.num_draft_entries))
+    if get_device().device == "cpu":
+        # The resolved name: `mooncake_tcp` is `mooncake` by now.
+        _on_cpu(args, get_disagg().disaggregation_transfer_backend)
+    if get_parallel().dcp_size > 1:
+        # SGLang's checksums of pages have it too: those of a rank are not compared with those of all rows.
+        args.kv_layout = ranks_name(get_parallel())
+    original(self, args, disaggregation_mode, server_args, *more, **named)
+    if disaggregation_mode.value == "decode":
+        self.kv_layout = None  # compared in `peer_mismatch`; SGLang's error would name other arguments
+
+
+def ranks_name(sizes: Any) -> str:
+    """Which ranks share the rows of a sequence; `sizes` are SGLang's parallel context or a KV manager."""
+    return f"--dcp-size {sizes.dcp_size} of {sizes.attn_tp_size} attention ranks"
 
 
 def rows_name(pools: list[Any], has_draft: bool = False) -> str:

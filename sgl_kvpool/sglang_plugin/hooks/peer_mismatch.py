@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from sgl_kvpool import metrics
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.hooks.disaggregation import MARK
+from sgl_kvpool.sglang_plugin.hooks.disaggregation import MARK, ranks_name
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import around, uses
 
@@ -61,7 +61,11 @@ uses(
     "disaggregation",
     takes=("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
 )
-uses(f"{_CONN}.PrefillServerInfo.__annotations__", "disaggregation", members=(*_SIZES, "kv_cache_dtype"))
+uses(
+    f"{_CONN}.PrefillServerInfo.__annotations__",
+    "disaggregation",
+    members=(*_SIZES, "kv_cache_dtype", "kv_layout"),
+)
 
 
 class PeerMismatch(RuntimeError):
@@ -189,6 +193,13 @@ def _try_ensure_parallel_info(original, self, bootstrap_addr):
                 f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not report what rows "
                 f"it stores, and this decode server stores {_described(self.kv_cache_dtype_str)}. "
                 f"{_remedy('', self.kv_cache_dtype_str)}"
+            )
+        if self.kv_layout is None and info.kv_layout not in (None, ranks_name(self)):
+            del self.prefill_info_table[bootstrap_addr]
+            raise PeerMismatch(
+                f"the prefill server at {bootstrap_addr} shares rows over {_short(str(info.kv_layout))}, and "
+                f"this decode server over {ranks_name(self)}: SGLang sends to other ranks only what one rank "
+                "has. Start the prefill server without --dcp-size, or both with the same ranks."
             )
     return known
 

@@ -168,7 +168,8 @@ DCP_FEATURES = (
         values="other than `file`, `mooncake`",
     ),
     Feature(
-        "disaggregation_mode", "rows of several ranks have not been sent in a test", in_use=disaggregates
+        "disaggregation_decode_enable_offload_kvcache",
+        "SGLang makes its pages of the tokens of one rank, and a page of the pool has those of all",
     ),
     above_one("attn_dp_size", "batches that are padded for other ranks have not been tested"),
     above_one("pp_size", "stages of several ranks have not been tested"),

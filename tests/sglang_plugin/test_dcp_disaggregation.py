@@ -1,0 +1,94 @@
+"""Prefill and decode servers with decode context parallelism: bytes of rows, and servers that differ."""
+
+import numpy as np
+import pytest
+from codec_oracle import LAYOUTS
+from dcp_pairs import check_relayout, rank_of, rows_of, transferred
+from managers import pool_of
+from pools import GUARD
+
+
+@pytest.mark.parametrize(
+    ("layout", "page", "prefill_ranks", "decode_ranks", "dcp", "prefix"),
+    [
+        *((layout, 1, 1, 3, 3, 6) for layout in LAYOUTS),
+        ("fp4", 64, 1, 2, 2, 128),
+        ("fp8_block_scale", 64, 2, 4, 2, 0),
+        ("bf16", 4, 4, 2, 2, 8),
+    ],
+)
+def test_rows_of_one_rank_reach_the_ranks_that_own_their_slots(
+    manager_of, bootstrap, monkeypatch, layout, page, prefill_ranks, decode_ranks, dcp, prefix
+):
+    check_relayout(
+        manager_of, bootstrap, monkeypatch, "cpu", layout, page, prefill_ranks, decode_ranks, dcp, prefix
+    )
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_several_ranks_reach_the_same_ranks(manager_of, bootstrap, monkeypatch, layout, page):
+    """A page of SGLang's allocator has `page` rows of each rank."""
+    ranks, sources, targets = 2, np.array([2, 5, 1], np.int32), np.array([3, 4, 1], np.int32)
+    sides = {}
+    for mode in ("prefill", "decode"):
+        sides[mode] = [
+            rank_of(
+                manager_of, monkeypatch, mode, layout, page, 6, "cpu",
+                rank=rank, tp_size=ranks, dcp_size=ranks,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+    managers = ([manager for manager, _ in sides[mode]] for mode in ("prefill", "decode"))
+    tokens = 3 * page * ranks - 1
+    first = 2 * page * ranks
+    transferred(bootstrap, *managers, 7, [(sources[:2], first), (sources[2:], tokens - first)], targets, 0)
+    for (_, source), (_, target) in zip(sides["prefill"], sides["decode"], strict=True):
+        for there, here in zip(rows_of(source), rows_of(target), strict=True):
+            wanted = np.full_like(here, GUARD)
+            for number, other in zip(sources, targets, strict=True):
+                wanted[other * page : (other + 1) * page] = there[number * page : (number + 1) * page]
+            assert np.array_equal(here, wanted)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [((2, 2), (2, 1)), ((4, 2), (4, 4)), ((4, 2), (2, 2)), ((2, 2), (4, 2))]
+)
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_other_ranks_are_refused_and_named(manager_of, bootstrap, layout, prefill, decode):
+    (tp, dcp), (our_tp, our_dcp) = prefill, decode
+    for rank in range(tp):
+        manager_of("prefill", pool_of(layout), rank=rank, tp_size=tp, dcp_size=dcp)
+    peer = manager_of("decode", pool_of(layout), tp_size=our_tp, dcp_size=our_dcp)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            peer.try_ensure_parallel_info(bootstrap)
+        assert str(error.value) == (
+            f"the prefill server at {bootstrap} shares rows over --dcp-size {dcp} of {tp} attention ranks, "
+            f"and this decode server over --dcp-size {our_dcp} of {our_tp} attention ranks: SGLang sends to "
+            "other ranks only what one rank has. Start the prefill server without --dcp-size, or both with "
+            "the same ranks."
+        )
+
+
+@pytest.mark.parametrize(
+    ("differs", "text"), [("layout", "KV cache layout mismatch: "), ("page", "Page size")]
+)
+def test_other_differences_are_named_first(manager_of, bootstrap, differs, text):
+    other = pool_of("fp8") if differs == "layout" else pool_of("fp4", page_size=2)
+    for rank in range(2):
+        manager_of("prefill", other, rank=rank, tp_size=2, dcp_size=2)
+    with pytest.raises(RuntimeError, match=text):
+        manager_of("decode", pool_of("fp4"), tp_size=2, dcp_size=1).try_ensure_parallel_info(bootstrap)
+
+
+def test_checksums_of_a_rank_are_not_compared_with_those_of_all_rows(manager_of):
+    """A rank of the decode server has some rows of each page, and SGLang would abort the request."""
+    from sglang.srt.disaggregation.utils import kv_layout_signature
+
+    def signature(mode, **sizes):
+        return kv_layout_signature(manager_of(mode, pool_of("fp4"), **sizes).kv_args)
+
+    one, shared = {"tp_size": 2}, {"tp_size": 2, "dcp_size": 2}
+    assert signature("prefill", **one) == signature("decode", **one)
+    assert signature("prefill", **shared) == signature("decode", **shared) != signature("decode", **one)
