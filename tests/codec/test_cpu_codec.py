@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,6 +77,27 @@ def test_threads_of_a_bound_thread():
         assert compiled.module().encoding_threads(layout, 100_000, 64) == 1
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_torchs_threads_do_the_work(threads):
+    """Others would wait for a core: torch's threads spin for milliseconds after each operation."""
+    fmt = row_format("fp4", 512, 64)
+    nope, keys, ones = hard_rows(4000, 512, 1), hard_rows(4000, 64, 2), torch.ones(1 << 20)
+
+    def tasks():
+        return set(os.listdir("/proc/self/task"))
+
+    def started():  # in a thread for which none has worked yet
+        threads(3)
+        before = tasks()
+        encode_rows(nope, keys, fmt)
+        found = tasks() - before
+        ones.exp()
+        return len(found), tasks() - before == found
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(started).result() == (2, True)
 
 
 def test_a_default_device_changes_nothing():

@@ -58,11 +58,13 @@ def test_long_runs_at_odd_addresses(row):
     assert np.array_equal(to_pages, expected)
 
 
-def test_a_machine_that_grants_no_threads():
-    """The calling thread also copies the share of threads that could not be started."""
+@pytest.mark.parametrize("torchs", [1, 2])
+def test_a_machine_that_grants_no_threads(torchs):
+    """The calling thread also copies the share of threads that could not be started; torch's have been."""
     program = """
-import resource, threading
+import resource, sys, threading
 import numpy as np
+import torch
 from test_plan import side, distinct, PAGES
 from sgl_kvpool.transfer.cpu_engine import CpuEngine
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -70,6 +72,8 @@ from sgl_kvpool.transfer.slots import Transfer
 source, from_pages = side("layer_major", distinct, row=65536)
 target, to_pages = side("page_major", -18, row=65536)
 engine = CpuEngine(TransferPlan(source, target, "kv"), 16)
+torch.set_num_threads(int(sys.argv[1]))
+torch.ones(1 << 20).exp()
 # Addresses left: less than the stack of a thread.
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -87,7 +91,7 @@ print("copied")
 """
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=here
+        [sys.executable, "-c", program, str(torchs)], capture_output=True, text=True, timeout=120, cwd=here
     )
     assert done.stdout == "copied\n", done.stderr[-2000:]
 

@@ -2,12 +2,19 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
 #ifdef __linux__
 #include <sched.h>
+
+// Of the OpenMP library that torch has loaded for the whole process; null where there is none, as in the sanitizers' driver.
+extern "C" {
+[[gnu::weak]] void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+[[gnu::weak]] int omp_get_max_threads();
+}
 #endif
 
 namespace kvpool {
@@ -25,23 +32,31 @@ inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most
   return threads;
 }
 
-// Calls run(begin, end) for shares of [0, items) on at most `threads` threads, the calling thread included.
+// Calls run(begin, end), which may not throw, for `threads` shares of [0, items) on at most as many threads, the calling
+// thread included: on those of torch, unless it has fewer. They spin for milliseconds after each operation of torch, and
+// other threads would wait for their cores. As in torch, a child that is forked after they have worked hangs.
 template <typename Run>
 void share(int64_t items, int64_t threads, Run&& run) {
   threads = std::max<int64_t>(1, std::min(threads, items));
+  std::atomic<int64_t> taken = 0;
+  auto work = [&]() noexcept {
+    for (int64_t part; (part = taken++) < threads;) run(items * part / threads, items * (part + 1) / threads);
+  };
+  if (threads == 1) return work();
+#ifdef __linux__
+  if (GOMP_parallel && threads <= omp_get_max_threads()) {
+    // Zero is torch's number. A smaller team would end the other threads, which torch would start again.
+    return GOMP_parallel([](void* data) { (*static_cast<decltype(work)*>(data))(); }, &work, 0, 0);
+  }
+#endif
   std::vector<std::thread> others;
   others.reserve(static_cast<size_t>(threads));
-  int64_t begun = 1;  // shares that have a thread
   try {
-    for (; begun < threads; ++begun) {
-      const int64_t begin = items * begun / threads, end = items * (begun + 1) / threads;
-      others.emplace_back([&run, begin, end] { run(begin, end); });
-    }
+    for (int64_t i = 1; i < threads; ++i) others.emplace_back(work);
   } catch (...) {
-    // No more threads, or no memory for one: the calling thread does the remaining shares below.
+    // No more threads, or no memory for one: those that there are take all shares.
   }
-  run(int64_t{0}, items / threads);
-  run(items * begun / threads, items);
+  work();
   for (auto& thread : others) thread.join();
 }
 
