@@ -74,7 +74,7 @@ def test_heads_and_long_lists(layout, heads):
     check(run(case), case)
 
 
-@pytest.mark.parametrize(("rank", "rope"), [(256, 64), (128, 0), (384, 64)])
+@pytest.mark.parametrize(("rank", "rope"), [(256, 64), (128, 0), (384, 64), (512, 0)])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_geometries(layout, rank, rope):
     case = make_case(layout, rank=rank, rope=rope, heads=5, counts=VERIFY, seed=3)

@@ -1,6 +1,7 @@
 """`mla_decode`'s kernels as compiled for sm_90a, on ptxrun, against float64: every tile of the table.
 
 `test_ptx_tiles` has lists of several blocks of each tile, `test_ptx_gluon` the cases of that kernel alone.
+Numbers of heads, geometries, arrangements: ``tests/gpu/test_mla_decode_gpu.py``, on the emulated device.
 """
 
 import functools
@@ -37,7 +38,6 @@ LAYOUTS = [
 OF_GLUON = [of for of in LAYOUTS if of[1] != "triton"]
 #: For what does not depend on the layout: `gluon_wide` with one alone.
 ROWS_ALONE = [of for of in LAYOUTS if of[1] != "gluon_wide" or of[0] == "fp8_block_scale"]
-of_layouts = pytest.mark.parametrize(("layout", "kernel", "rank"), LAYOUTS)
 of_kernels = pytest.mark.parametrize(
     ("kernel", "rank"),
     [pytest.param(*of, marks=[pytest.mark.quick] * (of[0] == "triton")) for of in RANKS.items()],
@@ -128,40 +128,6 @@ def test_verification_in_every_tile(runs, layout, tile):
     decode(case, tile=tile)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kernel", "rank", "rope"),
-    [
-        *((*of, 0) for of in LAYOUTS),
-        *((layout, "triton", rank, 64) for layout in oracle.LAYOUTS for rank in (256, 384)),
-    ],
-)
-def test_geometries(runs, layout, kernel, rank, rope):
-    case = make_case(layout, rank=rank, rope=rope, heads=5, counts=COUNTS, seed=3)
-    decode(case, 3, tile=tile_of(kernel, case))
-
-
-# Batches that each kernel may get; Gluon's have one geometry.
-
-
-@pytest.mark.parametrize(
-    ("layout", "kernel", "rank", "heads"),
-    [(*of, heads) for of in LAYOUTS for heads in ((17, 72, 128) if of[1] == "gluon_wide" else (1, 12, 40))],
-)
-def test_heads(runs, layout, kernel, rank, heads):
-    """A tile with few query heads, one that is not full, and several tiles of which the last is not."""
-    case = make_case(layout, rank=rank, heads=heads, counts=((67,),), fill=0x7F)
-    decode(case, tile=tile_of(kernel, case))
-    assert runs.launched[0][0] == KERNELS[kernel]
-
-
-@of_layouts
-@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-def test_arrangements(runs, layout, kernel, rank, arrangement):
-    """Rows of other layers between those of a layer; entries beyond the pool."""
-    case = make_case(layout, rank=rank, arrangement=arrangement, heads=5, counts=COUNTS, seed=4)
-    decode(with_strangers(case), 2, tile=tile_of(kernel, case))
-
-
 @pytest.mark.parametrize(("layout", "kernel", "rank"), ROWS_ALONE)
 @pytest.mark.parametrize(("splits", "min_blocks"), [(1, 1), (3, 1), (7, 1), (7, 2)])
 def test_splits(runs, layout, kernel, rank, splits, min_blocks):
@@ -231,13 +197,6 @@ def test_invalid_counts_and_lists(runs, kernel, rank, splits):
     out, lse = run(case.but(kv_indices=case.kv_indices[:, :0]), splits, tile=tile_of(kernel, case))
     assert bool((lse == float("-inf")).all())
     assert not out.any()
-
-
-@of_kernels
-def test_float32_queries(runs, kernel, rank):
-    """The kernels round them to bfloat16; this test rounds them beforehand."""
-    case = make_case("fp8_block_scale", rank=rank, heads=2, dtype=torch.float32)
-    decode(case.but(q=case.q.bfloat16().float()), 2, tile=tile_of(kernel, case))
 
 
 @pytest.mark.quick

@@ -81,11 +81,9 @@ def decode(runs, layout, change, **options):
 
 
 def rows(runs, name, change, **options):
-    """`test_rows_there_and_back` of a layout's usual rows."""
+    """`test_rows_there_and_back` of a layout."""
     with runs.using(change=change, **options):
-        test_ptx_codec.test_rows_there_and_back(
-            runs, name, test_ptx_codec.GEOMETRIES[0], test_ptx_codec.USUAL
-        )
+        test_ptx_codec.round_trip(name)
 
 
 @quick
