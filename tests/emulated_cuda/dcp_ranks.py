@@ -8,7 +8,6 @@ import os
 import random
 from pathlib import Path
 
-import deepseek_layer
 import numpy as np
 import test_cuda_backend_gpu as backend_cases
 import test_deepseek_layer_gpu as layer_cases
@@ -169,8 +168,6 @@ def main(rank, ranks, folder, merge, cases):
 
     from sgl_kvpool.transfer import gpu_engine
 
-    for name, value in {"HEADS": HEADS, "NOPE": NOPE, "V_DIM": V_DIM, "RANK": RANK}.items():
-        setattr(deepseek_layer, name, value)
     layer_cases.HEADS = HEADS // ranks
     publish_ranks(rank, ranks, folder, merge)
     attention.register_names()

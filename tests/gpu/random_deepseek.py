@@ -1,7 +1,6 @@
 """Checkpoints of the shapes of DeepSeek-V3 and V3.2, Kimi-K2 and GLM-5, small and random, with an MTP layer.
 
-Written by transformers' own classes, so that names and shapes are those SGLang loads
-(`tests/srt/attention/test_random_checkpoints.py` loads them into SGLang's classes). Weights are large
+Written by transformers' own classes, so that names and shapes are those SGLang loads. Weights are large
 enough for attention to decide something: with the usual 0.02 all keys look alike. All weights are bf16, the
 indexer's too: SGLang's indexer quantises its queries and keys itself, its weights only where a checkpoint
 has FP8.

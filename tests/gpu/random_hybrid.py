@@ -1,7 +1,7 @@
 """Checkpoints of hybrids of MLA and linear attention, small and random: Kimi-Linear, Ring-2.5, Ling-V3.
 
 Kimi-Linear's is written by transformers' own class; of Bailing's models transformers has none, so their names
-and shapes are listed here. `tests/srt/attention/test_random_checkpoints.py` loads all into SGLang's classes.
+and shapes are listed here.
 Every token goes to every expert: a selection of experts that jumps would make two servers incomparable. Two
 layers of six attend rows; their outputs are scaled up, so that rows show in the answers.
 """

@@ -208,6 +208,36 @@ def test_requests_of_one_token_at_the_end_are_decoded(layout, arrangement):
     close(found[new:], case.wanted(fresh_as_computed=False)[new:])
 
 
+@pytest.mark.quick
+def test_more_single_tokens_than_there_is_room_for():
+    """The last two of the requests with one new token fit; the first goes through prefill."""
+    case = Case("fp4", [9, 40, 7, 65], [3, 39, 6, 64])
+    case.backend._lists.lse = case.backend._lists.lse[:2]
+    found = case.run("EXTEND")
+    assert case.backend._extend.query_tokens == 7
+    close(found[:7], case.wanted(fresh_as_computed=True)[:7])
+    close(found[7:], case.wanted(fresh_as_computed=False)[7:])
+
+
+@pytest.mark.quick
+def test_unsupported_batches_are_refused():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    case = Case("bf16", [4, 7], [0, 3])
+    batch = case.batch("EXTEND")
+    with pytest.raises(NotImplementedError, match="does not run prefill inside a CUDA graph"):
+        case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    batch.forward_mode = ForwardMode.DLLM_EXTEND
+    with pytest.raises(NotImplementedError, match="attends causally"):
+        case.backend.init_forward_metadata(batch)
+    batch = case.batch("TARGET_VERIFY")
+    batch.spec_info.draft_token_num = 5
+    with pytest.raises(ValueError, match="2 requests of 5 queries in TARGET_VERIFY.* sized for 4 per"):
+        case.backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match="CUDA graphs of 1000 tokens requested.* sized for 32"):
+        case.backend.init_cuda_graph_state(250, 1000)
+
+
 @pytest.mark.parametrize(
     ("layout", "arrangement", "mode"),
     quick(

@@ -8,10 +8,9 @@ the tests' oracle.
 from contextlib import contextmanager
 
 import codec_oracle as oracle
-import deepseek_layer
 import pytest
 import torch
-from deepseek_layer import BACKEND, HIDDEN, LONGEST, Q_RANK, build_layer
+from deepseek_layer import HIDDEN, NOPE, Q_RANK, V_DIM, build_layer
 from engine_cases import quick
 from graph_runners import batch_of, publish_one_rank
 from test_cuda_backend_gpu import DEVICE, HEADS, LAYER, RANK, ROPE, Case
@@ -22,7 +21,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NOPE = V_DIM = 128
+#: Tokens of a request.
+LONGEST = 21
+BACKEND = "kvpool_mla"
 #: Largest relative error of stored rows, of accuracy.md's table of random latents and of bf16.
 ROW_ERROR = {"bf16": 0.005, "fp8": 0.035, "fp8_block_scale": 0.035, "fp4": 0.1, "fp4_fp8_rope": 0.1}
 #: Largest relative error of the output: bf16 projections, weights and results.
@@ -148,13 +149,11 @@ def distance(found, wanted):
 
 
 @pytest.fixture
-def layer(monkeypatch, request):
+def layer(request):
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
 
     from sgl_kvpool.sglang_plugin.hooks import attention
 
-    for name, value in {"HEADS": HEADS, "NOPE": NOPE, "V_DIM": V_DIM, "RANK": RANK}.items():
-        monkeypatch.setattr(deepseek_layer, name, value)
     publish_one_rank()
     attention.register_names()
     assert forward_mha._is_cuda
@@ -165,6 +164,8 @@ def layer(monkeypatch, request):
 @pytest.mark.parametrize("layer", quick([(one,) for one in oracle.LAYOUTS], [("fp4",)]), indirect=True)
 def test_forms_of_attention(layer, monkeypatch):
     """Each form attends the rows that it should, stored or as computed, and no others."""
+    from sgl_kvpool.sglang_plugin.hooks import attention
+
     layout, prefixes = layer.case.layout, SECOND[1]
 
     def check(step, mode, form, stored):  # the rows that are read from the pool
@@ -190,7 +191,9 @@ def test_forms_of_attention(layer, monkeypatch):
         patch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "8")  # three chunks, the last with one request alone
         check(SECOND, "EXTEND", "MHA_CHUNKED_KV", "prefix")
     layer.backend.absorbed_prefill.reads_rows = True
-    layer.attention.chunked_prefix_cache_threshold = sum(prefixes) + 1
+    with monkeypatch.context() as patch:
+        patch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
+        attention.register_names()
     check(SECOND, "EXTEND", "MLA", "all")
     check(DECODE, "DECODE", "MLA", "all")
 

@@ -2,12 +2,14 @@
 
 Real: `HybridReqToTokenPool` with the states of the linear layers, our pool around the rows, the wrapper
 `HybridLinearAttnBackend` as SGLang's registry makes it, the backends of KDA and lightning attention with
-their metadata, batches and layers. Replaced: the FlashInfer calls of our CUDA backend (see
-test_cuda_backend.py). There is no model around the layers.
+their metadata, batches and layers. Our CUDA backend, made by its constructor, runs on the CPU: `mla_decode`
+in torch, SGLang's prefill kernels in Triton's interpreter, FlashInfer's wrappers replaced. Queries are
+float32, see test_cuda_extend.py. There is no model around the layers.
 """
 
 import inspect
 from types import SimpleNamespace
+from unittest import mock
 
 import batches
 import codec_oracle as oracle
@@ -16,7 +18,6 @@ import torch
 from batches import forward_batch
 from pools import guard, hybrid_pool, memory
 from test_backend import HEADS, RANK, SCALE
-from test_cuda_backend import CONTEXT, cuda_backend
 from test_host_attention import oracle_attention
 
 #: MLA layers of a model of `LAYERS` layers; the other layers keep states. k_scales are per model layer.
@@ -25,6 +26,7 @@ K_SCALES = {1: 0.25, 3: 2.0, 6: 0.5}
 #: Tokens of the pool: a multiple of every page size that is tested.
 TOKENS = 448
 DRAFTS = 4
+CONTEXT = 128  # length of a row of the request table
 
 LAYOUTS = oracle.LAYOUTS
 PLACED = [
@@ -99,30 +101,46 @@ def model_configuration(kind, mla_layers=MLA_LAYERS):
     )
 
 
-def runner_of(pool, table, model, *, kind="kda", draft=False):
+def runner_of(pool, table, model, kind, draft):
     """The attributes of SGLang's ModelRunner that constructors of backends read."""
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
     config = model_configuration(kind)
     return SimpleNamespace(
-        token_to_kv_pool=pool,
-        req_to_token_pool=table,
-        device="cpu",
-        model=model,
-        is_draft_worker=draft,
-        use_mla_backend=True,
-        kv_index_translator=object(),
-        server_args=SimpleNamespace(enable_mis=False),
-        sliding_window_size=None,
-        kv_cache_dtype=pool.dtype,
+        token_to_kv_pool=pool, req_to_token_pool=table, device="cpu", model=model, is_draft_worker=draft,
+        use_mla_backend=True, server_args=SimpleNamespace(enable_mis=False), sliding_window_size=None,
+        dtype=torch.float32, page_size=pool.page_size, kv_cache_dtype=pool.dtype,
         kv_cache_dtype_str="fp8_e4m3" if pool.dtype == torch.float8_e4m3fn else "bfloat16",
-        model_config=SimpleNamespace(
-            context_len=CONTEXT,
-            is_encoder_decoder=False,
-            num_attention_heads=HEADS,
-            quantization=None,
-            hf_config=config,
-            hf_text_config=config,
+        kv_index_translator=KVIndexTranslator(
+            req_to_token=table.req_to_token, token_to_kv_pool_allocator=None, token_to_kv_pool=pool,
+            page_size=pool.page_size, device="cpu",
         ),
-    )
+        model_config=SimpleNamespace(
+            context_len=CONTEXT, is_encoder_decoder=False, num_attention_heads=HEADS, quantization=None,
+            kv_lora_rank=RANK, qk_rope_head_dim=pool.qk_rope_head_dim, qk_nope_head_dim=32, v_head_dim=32,
+            scaling=SCALE, hf_config=config, hf_text_config=config,
+        ),
+    )  # fmt: skip
+
+
+def cuda_backend(runner, monkeypatch):
+    """The CUDA backend from its own constructor."""
+    from sglang.srt.layers.attention import flashinfer_mla_backend as base
+
+    from sgl_kvpool.srt.attention import cuda as module
+    from sgl_kvpool.srt.attention import decode_verify, prefill
+
+    for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
+        monkeypatch.setattr(base, name, mock.Mock(), raising=False)  # absent from SGLang without a GPU
+    for owner in (base, decode_verify, prefill):
+        monkeypatch.setattr(owner, "get_buffer", lambda name, make: make())  # each test has its own
+    monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: DRAFTS)
+    zeros = torch.zeros
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more))
+        backend = module.KVPoolMLACudaBackend(runner)
+    backend.absorbed_prefill.reader.wrapper = None  # the one call of FlashInfer
+    return backend
 
 
 def radix_attention(layer_id, rope=64, **changes):
@@ -136,18 +154,17 @@ class HybridCase:
     """
 
     def __init__(
-        self, layout, lengths, prefixes, monkeypatch, *, on_cuda=False, rope=64, reads_rows=False,
-        mla_layers=MLA_LAYERS, draft=False, draft_step=0, kind="kda", **placed,
+        self, layout, lengths, prefixes, monkeypatch, *, rope=64, mla_layers=MLA_LAYERS, draft=False,
+        kind="kda", **placed,
     ):  # fmt: skip
-        monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
         self.layout, self.lengths, self.prefixes, self.rope = layout, lengths, prefixes, rope
-        self.on_cuda, self.mla_layers = on_cuda, mla_layers
+        self.mla_layers = mla_layers
         self.table = request_table(kind, mla_layers)
         self.pool = make_pool(layout, self.table.mamba_pool, rope=rope, mla_layers=mla_layers, **placed)
         self.layers = {layer: radix_attention(layer, rope) for layer in mla_layers}
         model = torch.nn.ModuleList(self.layers.values())
-        self.runner = runner_of(self.pool, self.table, model, kind=kind, draft=draft)
-        self.backend = self.full = self._build(draft_step, monkeypatch)
+        self.runner = runner_of(self.pool, self.table, model, kind, draft)
+        self.backend = self.full = cuda_backend(self.runner, monkeypatch)
         generator = torch.Generator().manual_seed(7)
         page_size = self.pool.page_size
         slots = torch.randperm(TOKENS, generator=generator)[: sum(lengths)] + page_size
@@ -167,18 +184,6 @@ class HybridCase:
                     nope, roped = keys[:prefix, :, :RANK], keys[:prefix, :, RANK:]
                     self.pool.set_mla_kv_buffer(module, own[:prefix], nope, roped)
         self.q = {}
-
-    def _build(self, draft_step, monkeypatch):
-        if not self.on_cuda:
-            from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
-
-            return KVPoolMLABackend(self.runner)
-        config, draft = self.runner.model_config, self.runner.is_draft_worker
-        backend = cuda_backend(self, draft_step=draft_step, monkeypatch=monkeypatch)
-        self.runner.model_config, self.runner.is_draft_worker = config, draft
-        backend.req_to_token_pool = self.table
-        backend.kv_index_translator = self.runner.kv_index_translator
-        return backend
 
     def wrap(self, full=None):
         """Put SGLang's wrapper around our backend, as the scheduler does; later steps go through it."""
@@ -208,7 +213,7 @@ class HybridCase:
             batch.extend_prefix_lens = torch.tensor(self.prefixes)
             batch.extend_seq_lens = torch.tensor(fresh)
             batch.extend_start_loc = torch.tensor([0, *np.cumsum(fresh)[:-1]])
-        if self.on_cuda and mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+        if mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
             batch.seq_lens_cpu = None  # not needed: reading it would fail
         return batch
 
@@ -223,8 +228,7 @@ class HybridCase:
         keys = torch.cat([torch.nn.functional.pad(k[p:], (0, 3)) for k, p in pairs])[..., : RANK + self.rope]
         tokens = len(keys)
         generator = torch.Generator().manual_seed(8 + layer)
-        dtype = torch.float32 if self.on_cuda else torch.bfloat16
-        q = torch.randn(tokens, HEADS, RANK + self.rope, generator=generator).to(dtype)
+        q = torch.randn(tokens, HEADS, RANK + self.rope, generator=generator)
         self.q[layer] = q
         k, extra = keys, {}
         if split:
@@ -260,10 +264,9 @@ class HybridCase:
         return np.concatenate(out).reshape(start, -1)
 
     def assert_right(self, found, *, fresh_as_computed):
-        exact = {"rtol": 2e-4, "atol": 2e-5} if self.on_cuda else {"rtol": 1e-2, "atol": 4e-3}
         for layer, out in found.items():
             wanted = self.wanted(layer, fresh_as_computed=fresh_as_computed)
-            np.testing.assert_allclose(out.float().numpy(), wanted, err_msg=f"layer {layer}", **exact)
+            np.testing.assert_allclose(out.numpy(), wanted, err_msg=f"layer {layer}", rtol=2e-4, atol=2e-5)
 
     def assert_stored(self):
         """Each layer holds the rows of its keys, all other bytes are untouched. Overwrites the rows."""

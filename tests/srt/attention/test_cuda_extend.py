@@ -1,10 +1,13 @@
 """Absorbed prefill over stored rows: prefix chunks, merges, plans; SGLang's Triton kernels are interpreted.
 
+FlashInfer's one call for a prefix that fits: tests/gpu/test_cuda_backend_gpu.py.
+
 The oracle is float64 attention over rows decoded by `codec_oracle`. Values are float32: Triton's interpreter
 stores bf16 results of SGLang's kernels wrongly, and float32 leaves no rounding for a wrong row to hide in.
 """
 
 import itertools
+from unittest import mock
 
 import codec_oracle as oracle
 import numpy as np
@@ -101,62 +104,18 @@ def test_other_batches(layout, prefixes, queries, workspace_tokens):
     close(batch.attend(reader_of(batch, workspace_tokens, wrapper=object())), batch.wanted())
 
 
-class Paged:
-    """Replaces FlashInfer's MLA wrapper, whose kernel needs a GPU: plan and run as documented, in float64,
-    with FlashInfer's argument names."""
-
-    def plan(self, *, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
-             page_size, causal, sm_scale, q_data_type, kv_data_type):  # fmt: skip
-        assert {t.dtype for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)} == {torch.int32}
-        assert (page_size, causal, sm_scale) == (1, True, SCALE)
-        assert (num_heads, head_dim_ckv, head_dim_kpe) == (HEADS, RANK, ROPE)
-        assert q_data_type == kv_data_type == torch.float32
-        # FlashInfer's own check of a batch before it goes to the GPU.
-        from flashinfer.mla._batch_mla._planning import _validate_csr_metadata
-
-        _validate_csr_metadata(
-            qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_len_arr=kv_len_arr,
-            page_size=page_size,
-            device=kv_indices.device,
-        )
-        self.qo, self.kv, self.indices = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
-
-    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache, out):
-        assert out.is_contiguous()
-        q = torch.cat([q_nope, q_pe], -1).float().numpy()
-        for r in range(len(self.qo) - 1):
-            pages = self.indices[self.kv[r] : self.kv[r + 1]]
-            kv = torch.cat([ckv_cache[pages, 0], kpe_cache[pages, 0]], -1).float().numpy()
-            own = slice(self.qo[r], self.qo[r + 1])
-            first = len(kv) - (own.stop - own.start)
-            out[own] = torch.from_numpy(oracle_attention(q[own], kv, RANK, first)[0])
-
-
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_what_fits_is_one_call(layout, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # needs a GPU's driver
-    batch = Batch(layout, [0, 23, 2, 0], [4, 3, 1, 2])
-    reader = reader_of(batch, 35, wrapper=Paged())
-    monkeypatch.setattr(ExtendReader, "_over_chunk", None)
-    close(batch.attend(reader), batch.wanted())
-
-
-class Refusing(Paged):
-    """FlashInfer's wrapper for a batch that its kernel does not take."""
-
-    def plan(self, **arguments):
-        from flashinfer.mla._batch_mla._backends._capabilities import _BackendPlanUnsupportedError
-
-        raise _BackendPlanUnsupportedError("causal tile bound")
+def raising(error, monkeypatch):
+    """In place of FlashInfer's MLA wrapper, which needs a GPU."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    return mock.Mock(plan=mock.Mock(side_effect=error))
 
 
 def test_a_batch_that_flashinfer_refuses_is_attended_in_chunks(monkeypatch, caplog):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    from flashinfer.mla._batch_mla._backends._capabilities import _BackendPlanUnsupportedError
+
     batch = Batch("fp4", [0, 23, 2, 0], [4, 3, 1, 2])
-    reader = reader_of(batch, 35, wrapper=Refusing())
+    refusing = raising(_BackendPlanUnsupportedError("causal tile bound"), monkeypatch)
+    reader = reader_of(batch, 35, wrapper=refusing)
     for _ in range(2):
         close(batch.attend(reader), batch.wanted())
     assert [record.message for record in caplog.records] == [
@@ -166,15 +125,10 @@ def test_a_batch_that_flashinfer_refuses_is_attended_in_chunks(monkeypatch, capl
 
 def test_metadata_that_flashinfer_rejects_is_an_error(monkeypatch):
     """Its ValueError for malformed arguments: a mistake of the caller, and not of the batch."""
-
-    class Checking(Paged):
-        def plan(self, **arguments):
-            raise ValueError("kv_len_arr must have dtype torch.int32")
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     batch = Batch("fp4", [0, 23], [4, 3])
+    checking = raising(ValueError("kv_len_arr must have dtype torch.int32"), monkeypatch)
     with pytest.raises(ValueError, match="kv_len_arr"):
-        batch.attend(reader_of(batch, 35, wrapper=Checking()))
+        batch.attend(reader_of(batch, 35, wrapper=checking))
 
 
 def test_batches_beyond_32_bit_offsets_are_refused():

@@ -1,4 +1,7 @@
-"""SGLang's real DSA backend with our hooks: consumers of the top-k transform, and readers of all layouts."""
+"""SGLang's real DSA backend with our hooks: consumers of the top-k transform, in every mode of an extend.
+
+Readers of all layouts, decode and verification: tests/gpu/test_dsa_backend_gpu.py.
+"""
 
 import inspect
 
@@ -72,21 +75,12 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-@pytest.mark.parametrize("mode", EXTENDS)
-@pytest.mark.parametrize("prefixes", PREFIXES)
-def test_extends(layout, mode, prefixes, kernel):
+@pytest.mark.parametrize(("mode", "prefixes"), crossed(EXTENDS, [*PREFIXES]))
+def test_consumers_agree(layout, mode, prefixes, kernel):
     """Ragged layouts without a prefix attend keys as computed; all other cases read them from the pool."""
     case = case_of(layout, prefixes)
     found = run(case, mode)
     close(found, case.wanted(fresh_as_computed=prefixes == "none" and layout in RAGGED))
-    assert kernel.dtypes == [torch.bfloat16]
-
-
-@pytest.mark.parametrize("layout", PAIRS)
-@pytest.mark.parametrize(("mode", "prefixes"), crossed(EXTENDS, [*PREFIXES]))
-def test_consumers_agree(layout, mode, prefixes, kernel):
-    case = case_of(layout, prefixes)
-    run(case, mode)
     batch, metadata = case.batch(mode), case.backend.forward_metadata
     ragged = layout in RAGGED
     indexer = case.backend.get_indexer_metadata(0, batch)
@@ -123,23 +117,6 @@ def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
     selected = slots.int() if method == "PAGED" else torch.where(local >= 0, local + starts, -1).int()
     seeds = case.backend.prepare_mtp_seed_indices(selected, case.batch(mode).forward_mode)
     assert seeds.tolist() == slots.tolist()
-
-
-@pytest.mark.parametrize("layout", ["bf16", *oracle.OURS_ALONE])
-def test_decode(layout, kernel):
-    case = Case(layout, LENGTHS, [8, 39, 6], *PAIRS[layout])
-    close(run(case, "DECODE"), case.wanted())
-    assert kernel.dtypes == ([] if layout in oracle.OURS_ALONE else [torch.bfloat16])
-
-
-@pytest.mark.parametrize("layout", ["bf16", *oracle.OURS_ALONE])
-@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-def test_verify_and_draft_extend(layout, mode, kernel):
-    lengths = [n + DRAFTS for n in (1, 37, 20)]
-    case = Case(layout, lengths, [1, 37, 20], *PAIRS[layout])
-    close(run(case, mode), case.wanted())
-    assert kernel.dtypes == ([] if layout in oracle.OURS_ALONE else [torch.bfloat16])
-    assert case.backend.forward_metadata.topk_indices_offset is None
 
 
 @pytest.mark.parametrize("stock", [True, False])

@@ -16,15 +16,7 @@ LINEAR = {"kda-v3": "KDAAttnBackend", "lightning": "LightningAttentionBackend"}
 
 def draft_case(layout, lengths, prefixes, monkeypatch, *, kind="kda-v3", **placed):
     return HybridCase(
-        layout,
-        lengths,
-        prefixes,
-        monkeypatch,
-        on_cuda=True,
-        draft=True,
-        mla_layers=(LAYER,),
-        kind=kind,
-        **placed,
+        layout, lengths, prefixes, monkeypatch, draft=True, mla_layers=(LAYER,), kind=kind, **placed
     )
 
 

@@ -1,17 +1,10 @@
-"""SGLang's own hybrid models: which layers our backend attends, and how the models choose the form.
-
-The models are real and on the meta device, and tests look at their modules. For the form, tests run one layer
-on the CPU.
-"""
+"""SGLang's own hybrid models, on the meta device: which layers our backend attends."""
 
 from types import SimpleNamespace
 
-import deepseek_layer
 import pytest
 import torch
-from deepseek_layer import BACKEND, RANK, ROPE, Server, build_layer
 from hybrid_case import LAYERS, MLA_LAYERS, model_configuration
-from pools import guard, hybrid_pool
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -148,74 +141,3 @@ def test_kimi_k3():
     config.q_lora_rank, config.mla_use_output_gate = 48, True
     with torch.device("meta"):
         check(torch.nn.ModuleList([KimiK3MLAAttention(config, 6)]), pool_of(MLA_LAYERS))
-
-
-# -------------------------------------------------------------------- the form inside the wrapper
-
-
-class HybridServer(Server):
-    """Like `Server`, for layer 3 of a hybrid model: SGLang's wrappers hold the pool and the backend."""
-
-    def __init__(self, layout="bf16", k_scale=1.0):
-        from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-
-        super().__init__(layout, k_scale=k_scale)
-        layer = self.attention.layer_id
-        self.pool = hybrid_pool(
-            layout, k_scales={1: 7.0, layer: k_scale}, size=deepseek_layer.SLOTS, page_size=1,
-            layers=[1, layer], mamba_pool=None, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
-        )  # fmt: skip
-        guard(self.pool, byte=0xFF)
-        ours = deepseek_layer.recorder(self.pool, self.attention)
-        # SGLang sets the names on the outermost backend only.
-        del ours.prefill_attention_backend_str, ours.decode_attention_backend_str
-        states = SimpleNamespace(
-            needs_cpu_seq_lens=False, supports_prefill_graph_extend=lambda: False, forward_extend=None
-        )
-        self.backend = HybridLinearAttnBackend(ours, states, [1, layer])
-        self.backend.prefill_attention_backend_str = self.backend.decode_attention_backend_str = BACKEND
-        self.backend.calls = ours.calls
-        ours.init_mha_chunk_metadata = lambda batch, ragged: self.chunks.append(ragged)
-        self.chunks = []
-
-
-@pytest.mark.parametrize(
-    ("mode", "prefixes", "capacity", "method"),
-    [
-        ("EXTEND", [0, 0], 25, "MHA_ONE_SHOT"),
-        ("EXTEND", [3, 4], 25, "MLA"),
-        ("EXTEND", [11, 6], 25, "MHA_ONE_SHOT"),
-        ("EXTEND", [11, 6], 8, "MHA_CHUNKED_KV"),
-        ("DECODE", [15, 8], 25, "MLA"),
-        ("TARGET_VERIFY", [13, 6], 25, "MLA"),
-    ],
-)
-def test_forms(named, mode, prefixes, capacity, method, monkeypatch):
-    """The model reads the name of the outer backend, and stores rows in the pool of the outer backend."""
-    monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", str(capacity))
-    stored = []
-    for server in (HybridServer("fp8", 0.5), Server("fp8", k_scale=0.5)):
-        if any(prefixes):
-            server.run("EXTEND", prefixes, [0, 0])
-        server.run(mode, [16, 9], prefixes)
-        assert server.method == method
-        layer = server.attention.layer_id
-        stored.append(server.pool.get_row_buffer(layer))
-        if isinstance(server, HybridServer):
-            assert server.chunks == [False] * (method != "MLA" and any(prefixes))
-            assert (server.pool.get_row_buffer(1) == 0xFF).all()
-            assert server.attention.attn_mqa.layer_id == layer
-    assert torch.equal(*stored)
-    assert (stored[0] != 0xFF).any()
-
-
-@pytest.mark.parametrize(("name", "kind", "layers"), TARGETS)
-def test_mla_layers_of_the_models_run_the_code_that_is_tested_here(build, name, kind, layers):
-    """`Server` runs one layer of DeepSeek's class; the models must not override what it runs."""
-    model = build(name, kind)
-    found = {m.attn_mqa.layer_id: m for m in model.modules() if hasattr(m, "attn_mqa")}
-    assert sorted(found) == sorted(layers)
-    tested = type(build_layer())
-    for layer in found.values():
-        for method in ("forward_prepare", "forward_core", "forward_absorb_core", "forward_normal_core"):
-            assert getattr(type(layer), method) is getattr(tested, method)

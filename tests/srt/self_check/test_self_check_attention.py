@@ -1,17 +1,16 @@
-"""The self-check's small decode of real backends and kernels, compared with float64."""
+"""The self-check's small decode, compared with float64; on CUDA: tests/emulated_cuda/test_self_check.py."""
 
 import codec_oracle as oracle
 import pytest
 import torch
-from test_backend import HEADS, SCALE, Case
-from test_cuda_backend import PLACED, CudaCase
+from test_backend import HEADS, PLACED, SCALE, Case
 
 pytestmark = pytest.mark.usefixtures("published")
 
 
-def backend_of(kind, layout, monkeypatch, **placed):
+def backend_of(layout, monkeypatch, **placed):
     """A backend over a pool of NaN bytes, and its layer."""
-    return {"cpu": Case, "cuda": CudaCase}[kind](layout, [1], [0], monkeypatch, **placed)
+    return Case(layout, [1], [0], monkeypatch, **placed)
 
 
 def memory(case):
@@ -23,12 +22,10 @@ def memory(case):
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("placed", PLACED)
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_backends(kind, layout, placed, monkeypatch):
-    """The CUDA class runs on the CPU here, as in test_cuda_backend.py."""
+def test_backends(layout, placed, monkeypatch):
     from sgl_kvpool.srt.self_check import check_backend
 
-    case = backend_of(kind, layout, monkeypatch, **placed)
+    case = backend_of(layout, monkeypatch, **placed)
     before = [part.clone() for part in memory(case)]
     found = check_backend(case.backend, case.layer)
     assert found.startswith("attention of 3 requests with a largest error of ")
@@ -44,13 +41,12 @@ def difference(case):
     return str(found.value)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
+def test_a_kernel_that_decodes_otherwise(layout, monkeypatch):
     """One value of each row differs."""
     from sgl_kvpool.attention import cpu
 
-    case = backend_of(kind, layout, monkeypatch)
+    case = backend_of(layout, monkeypatch)
     attend_lists = cpu.attend_lists
 
     def otherwise(out, *arguments, **options):
@@ -63,9 +59,8 @@ def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
     assert text.endswith(" within 0.004 and 1%")
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_k_scale_that_is_not_applied(kind, monkeypatch):
-    case = backend_of(kind, "fp8", monkeypatch, k_scale=0.25)
+def test_k_scale_that_is_not_applied(monkeypatch):
+    case = backend_of("fp8", monkeypatch, k_scale=0.25)
     from sgl_kvpool.srt.self_check import check_backend
 
     check_backend(case.backend, case.layer)
@@ -80,10 +75,9 @@ def test_k_scale_that_is_not_applied(kind, monkeypatch):
     assert "attention over rows of fp8" in difference(case)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_lengths_without_the_new_token_are_noticed(kind, monkeypatch):
+def test_lengths_without_the_new_token_are_noticed(monkeypatch):
     """No request attends the token that the step itself stores."""
-    case = backend_of(kind, "bf16", monkeypatch)
+    case = backend_of("bf16", monkeypatch)
     plan = case.backend.init_forward_metadata
 
     def short(batch):
@@ -94,28 +88,17 @@ def test_lengths_without_the_new_token_are_noticed(kind, monkeypatch):
     assert "for 1 tokens is 0, expected " in difference(case) or "for 1 tokens is nan" in difference(case)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-def test_slots_that_are_taken_for_rows_of_others(kind, arrangement, monkeypatch):
-    from sgl_kvpool.srt.attention import decode_verify
+def test_slots_that_are_taken_for_rows_of_others(arrangement, monkeypatch):
+    case = backend_of("fp4", monkeypatch, arrangement=arrangement, page_size=8)
+    plan = case.backend.init_forward_metadata
 
-    case = backend_of(kind, "fp4", monkeypatch, arrangement=arrangement, page_size=8)
-    if kind == "cpu":
-        plan = case.backend.init_forward_metadata
+    def moved(batch):
+        plan(batch)
+        lists, limits = case.backend._stored
+        case.backend._stored = lists + torch.tensor([1, 0, 0]), limits
 
-        def moved(batch):
-            plan(batch)
-            lists, limits = case.backend._stored
-            case.backend._stored = lists + torch.tensor([1, 0, 0]), limits
-
-        monkeypatch.setattr(case.backend, "init_forward_metadata", moved)
-    else:
-        decode = decode_verify.mla_decode
-
-        def other(q, pool, lists, *more, **named):
-            return decode(q, pool, lists.roll(1, 0), *more, **named)
-
-        monkeypatch.setattr(decode_verify, "mla_decode", other)
+    monkeypatch.setattr(case.backend, "init_forward_metadata", moved)
     assert "attention over rows of fp4, layer 6" in difference(case)
 
 
