@@ -1,7 +1,4 @@
-"""LayoutHybridLinearKVPool: what it passes on to the pool of rows and to the pool of states.
-
-All names of SGLang's class are in test_hybrid_methods.py.
-"""
+"""LayoutHybridLinearKVPool: what it passes on to the pool of rows and to the pool of states."""
 
 import codec_oracle as oracle
 import pytest
@@ -14,8 +11,6 @@ from pools import (
     assert_holds,
     fill,
     hybrid_pool,
-    layer,
-    values,
 )
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -70,31 +65,6 @@ def test_lists_of_layers():
     pool = hybrid_pool("fp4", layers=(layer_id for layer_id in (4, 1)))
     assert pool.get_kv_layer_ids() == [4, 1]
     assert pool.get_row_buffer(4).data_ptr() == pool.full_kv_pool.kv_buffer[0].data_ptr()
-
-
-@every_layout
-def test_the_layer_objects_id_does_not_change_during_a_call(layout):
-    """Threads may share the object."""
-    pool, attention = hybrid_pool(layout), layer(4)
-    nope, rope = values(1)
-    combined, seen = torch.cat([nope, rope], -1), set()
-    inner = pool.full_kv_pool
-
-    def spy(method):
-        original = getattr(inner, method)
-
-        def call(layer, *args, **kwargs):
-            seen.add(layer.layer_id)
-            return original(layer, *args, **kwargs)
-
-        setattr(inner, method, call)
-
-    for method in ("set_kv_buffer", "set_mla_kv_buffer", "get_mla_kv_buffer"):
-        spy(method)
-    pool.set_kv_buffer(attention, torch.tensor([1]), combined, combined)
-    pool.set_mla_kv_buffer(attention, torch.tensor([1]), nope, rope)
-    pool.get_mla_kv_buffer(attention, torch.tensor([1]))
-    assert seen == {4}
 
 
 def test_a_stage_without_mla_layers():

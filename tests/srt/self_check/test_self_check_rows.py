@@ -127,20 +127,6 @@ def test_reading_without_waiting(monkeypatch):
     assert text == ("loads from the host tier: get_row_buffer of layer 5 waited for layers [], expected 0")
 
 
-def test_waiting_for_another_layer(monkeypatch):
-    """A model's layer id and the layer's index in the pool are different numbers."""
-    pool = device_pool("fp4")
-    read = pool.get_row_buffer
-
-    def other(layer_id):
-        read(START)
-        return pool.kv_buffer[layer_id - START]
-
-    monkeypatch.setattr(pool, "get_row_buffer", other)
-    assert "get_row_buffer of layer 6 waited for layers [0], expected 1" in difference(pool)
-    assert pool.layer_transfer_counter is None
-
-
 def test_the_counter_is_given_back():
     for pool in (device_pool("fp4"), hybrid_pool("fp4")):
         counter = waits(pool)
