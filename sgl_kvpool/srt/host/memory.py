@@ -79,9 +79,7 @@ def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTE
     return [(offset, min(step, total_bytes - offset)) for offset in range(0, total_bytes, step)]
 
 
-def pin(
-    buffer: torch.Tensor, page_bytes: int, cudart: Any = None, chunk_bytes: int = CHUNK_BYTES
-) -> RegisteredChunks | None:
+def pin(buffer: torch.Tensor, page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> RegisteredChunks | None:
     """Register a host buffer with CUDA in chunks, and in smaller chunks if CUDA refuses one.
 
     Drivers sometimes refuse a large chunk although they accept smaller ones (SGLang's pull request 39744).
@@ -91,7 +89,7 @@ def pin(
     """
     from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR
 
-    cudart = torch.cuda.cudart() if cudart is None else cudart
+    cudart = torch.cuda.cudart()
     sizes = [chunk_bytes >> shift for shift in _SHRINKING]
     # Try chunk sizes that give the same chunks only once.
     attempts = {tuple(page_chunks(buffer.nbytes, page_bytes, size)): size for size in reversed(sizes)}

@@ -11,7 +11,6 @@ from direct_stores import KEYS, PUT, MemoryStore, filled, get, put
 from host_tier import LABELS, host_bytes, page_memory, slots, tier_of
 from pools import ARRANGEMENTS, GUARD, assert_holds, at, device_pool, fill, guard
 from test_hybrid_stores import fetch, files, stored
-from test_self_check_tier import Left, alone
 
 PAGE = 4
 
@@ -68,15 +67,6 @@ def test_prompts_come_back_from_the_host(model_of, layout, host):
         model.put(other)
         model.evict()
         assert [model.check(tokens) for tokens in (one, other)] == [len(one), len(other)]
-
-
-def test_the_self_check_of_a_rank(controller_of):
-    from sgl_kvpool.srt.self_check import check_tier
-
-    pool = device_pool("fp8_block_scale", "page_major", pages=9)
-    controller = controller_of(pool, **rank_of(1, 2))
-    left = Left(controller, pool)
-    left.check(check_tier(controller, alone))
 
 
 def test_lists_of_other_pages_are_a_miss(controller_of, failures, caplog):

@@ -90,16 +90,6 @@ def test_a_page_under_another_key(direct, failures, page_size):
     assert failures() == {"page_checksum": 1}
 
 
-def test_a_page_of_another_format(direct, failures):
-    """Rows of the same size with other k_scales: only the tag tells them apart."""
-    first = direct("fp8", 64)
-    filled(tier_of(first))
-    assert put(first)
-    other = direct("fp8", 64, store=first.storage_backend, k_scales={5: 0.5})
-    assert get(other)[0] == 0
-    assert failures() == {"page_checksum": 1}
-
-
 def test_a_store_that_writes_nothing(direct, failures):
     """It reports success; the page still has a checksum of another key, or none."""
     controller = direct("fp4", 64)
@@ -179,10 +169,3 @@ def test_a_lost_page_gets_no_checksum(direct, failures):
     assert list(controller.storage_backend.pages) == KEYS[:2]
     assert (page_memory(tier_of(controller))[[4, 0], -16:] == GUARD).all()
     assert failures() == {"page_write": 1}
-
-
-def test_an_empty_list(direct, failures):
-    controller = direct("fp4")
-    assert get(controller, [], [])[0] == 0
-    assert put(controller, [])
-    assert failures() == {}

@@ -8,7 +8,6 @@ from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, 
 from pools import (
     ARRANGEMENTS,
     DSA_CASES,
-    DSA_PAGE,
     GUARD,
     LAYERS,
     PAGES,
@@ -16,35 +15,15 @@ from pools import (
     assert_holds,
     device_pool,
     dsa_pool,
-    dsa_row_bytes,
     fill,
     layer_ids,
-    memory,
     rows,
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
-MARGIN = 4096
 
 
 # ------------------------------------------------------------------ transfers
-
-
-@pytest.fixture
-def margins(monkeypatch):
-    """`margins()`: whether the bytes before and behind every host buffer are still guard bytes."""
-    from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
-
-    allocate, around = HostTensorAllocator.allocate, []
-
-    def with_margins(self, dims, dtype, device):
-        size = int(np.prod(dims)) * dtype.itemsize
-        whole = allocate(self, (size + 2 * MARGIN,), torch.uint8, device).fill_(GUARD)
-        around.append((whole[:MARGIN], whole[-MARGIN:]))
-        return whole[MARGIN:-MARGIN].view(dtype).view(dims)
-
-    monkeypatch.setattr(HostTensorAllocator, "allocate", with_margins)
-    return lambda: bool(around) and all(bool((part == GUARD).all()) for pair in around for part in pair)
 
 
 #: Pools: arrangements and page sizes decide which bytes are copied at once, layouts and geometries the rows.
@@ -60,7 +39,7 @@ POOLS = [
 @pytest.mark.parametrize(
     ("number", "make", "layout", "arguments"), [(n, *case) for n, case in enumerate(POOLS)]
 )
-def test_round_trip(margins, number, make, layout, arguments):
+def test_round_trip(number, make, layout, arguments):
     """Bit for bit; the source, index keys and every byte of other pages stay unchanged."""
     make, layout, arguments = POOLS[number]
     pool = make(layout, **arguments)
@@ -87,29 +66,19 @@ def test_round_trip(margins, number, make, layout, arguments):
     assert_holds(pool, was)
     assert np.array_equal(host_bytes(tier), expected)
     assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # padding and the place of the checksum
-    assert margins()
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_layers_arrive_one_by_one(arrangement):
-    pool = device_pool("fp8_block_scale", arrangement)
-    fill(pool)
+def test_layers_beyond_those_of_this_pipeline_stage_are_ignored():
+    """As in SGLang's pool; draft layers must exist."""
+    pool = device_pool("fp8_block_scale", "token_major")
+    was = fill(pool)
     tier = host_pool(pool)
-    wanted = [layer.copy() for layer in rows(pool)]
-    backup(tier, [1, 2], [3, 1])
-    for part in memory(pool):
-        part[...] = GUARD
-    load(tier, [1, 2], [3, 1], layers=[1])
-    assert (rows(pool)[0] == GUARD).all()
-    assert np.array_equal(rows(pool)[1][[3, 1]], wanted[1][[3, 1]])
-    assert (rows(pool)[2] == GUARD).all()
-    # Layers beyond those of this pipeline stage are ignored, as in SGLang's pool; draft layers must exist.
     load(tier, [1, 2], [3, 1], layers=[LAYERS])
     with pytest.raises(KeyError):
         tier.load_to_device_per_layer(
             None, slots([1, 2], 4), slots([3, 1], 4), LAYERS, "kernel", is_draft=True
         )
-    assert (rows(pool)[2] == GUARD).all()
+    assert_holds(pool, was)
 
 
 def test_lists_that_are_not_contiguous_in_memory():
@@ -121,29 +90,6 @@ def test_lists_that_are_not_contiguous_in_memory():
     assert not padded[0].is_contiguous()
     tier.backup_from_device_all_layer(None, *padded, "direct")
     assert np.array_equal(host_bytes(tier)[[4, 1, 2], 1], rows(pool)[1][[1, 3, 4]])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_packed_drafts_travel_with_the_target(layout, arrangement):
-    """SGLang numbers draft layers behind the target's layers, and stores their rows behind its rows."""
-    pool = device_pool(layout, arrangement)
-    drafts = [device_pool(layout, layers=1, start_layer=0) for _ in range(2)]
-    for seed, each in enumerate((pool, *drafts)):
-        fill(each, seed)
-    tier = host_pool(pool, draft_pools=drafts)
-    assert tier.layer_num == LAYERS + 2
-    assert tier.page_bytes == 4 * (LAYERS + 2) * ROW_BYTES[layout]
-    wanted = [rows(each)[0].copy() for each in drafts]
-    backup(tier, [2, 0], [1, 4])
-    for depth, draft in enumerate(drafts):
-        assert np.array_equal(host_bytes(tier)[[2, 0], LAYERS + depth], wanted[depth][[1, 4]])
-        rows(draft)[0][...] = GUARD
-        tier.load_to_device_per_layer(
-            None, slots([2, 0], 4), slots([3, 2], 4), LAYERS + depth, "kernel", is_draft=True
-        )
-        assert np.array_equal(rows(draft)[0][[3, 2]], wanted[depth][[1, 4]])
-        assert (rows(draft)[0][[0, 1, 4]] == GUARD).all()
 
 
 def test_drafts_that_cannot_be_packed():
@@ -161,17 +107,6 @@ def test_pools_that_are_not_ours():
         host_pool(device_pool("bf16", stock=True))
 
 
-def test_clear_forgets_everything():
-    tier = host_pool(device_pool("fp4"))
-    given = tier.alloc(12)
-    tier._lost.set(0, True)
-    tier.clear()
-    assert tier.available_size() == tier.page_num * 4
-    assert not tier.slot_used.any()
-    assert not tier._lost.any(slice(None))
-    assert tier.alloc(12).tolist() == given.tolist()
-
-
 # ------------------------------------------------------------------ sizes
 
 
@@ -186,71 +121,34 @@ def test_ratio_and_size_count_the_layouts_bytes(layout):
     assert by_size.page_num == int(1e6 // token_bytes) // 4 + 1
 
 
-def test_a_capacity_that_is_given_is_kept():
-    """A draft's tier is built with the capacity of its target's tier."""
-    tier = host_pool(device_pool("fp8", layers=1), ratio=9, host_token_capacity=20, pool_label="draft")
-    assert (tier.size, tier.page_num) == (20, 5)
-
-
 # ------------------------------------------------------------------ the view of stores and peers
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_pointer_per_page(layout, label):
-    tier = host_pool(device_pool(layout, page_size=2), label)
-    page_bytes = stride_bytes(LAYERS, 2, ROW_BYTES[layout])
-    addresses, sizes = tier.get_page_buffer_meta(slots([3, 0, 4], 2))
-    begin = tier.kv_buffer.data_ptr()
-    assert addresses == [begin + page * page_bytes for page in (3, 0, 4)]
-    assert sizes == [page_bytes] * 3
-    assert tier.get_page_buffer_element_size() == page_bytes
-    assert tier.get_contiguous_buf_infos() == ([begin], [tier.page_num * page_bytes], [page_bytes])
-    assert tier.get_size_per_token() == tier.get_ksize_per_token() == page_bytes // 2
+@pytest.mark.parametrize(("page_size", "label"), [(1, LABELS[0]), (61, LABELS[1])])
+def test_views_of_pages(page_size, label):
+    """As stores without copies use them; `test_stores.py` has the copied pages."""
+    tier = host_pool(device_pool("fp4", page_size=page_size), label)
     assert tier.layout == label
-    for bad in ([1, 2], [tier.size, tier.size + 1], [-2, -1]):
-        text = f"no page of 2 tokens begins at slot {bad[0]}; .* {tier.page_num} pages"
-        with pytest.raises(IndexError, match=text):
-            tier.get_page_buffer_meta(torch.tensor(bad))
-    with pytest.raises(ValueError, match="1 slots are not a multiple of the page size 2"):
-        tier.get_page_buffer_meta(torch.tensor([0]))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page_size", [1, 61])
-def test_data_pages_are_the_pages_bytes(layout, page_size):
-    tier = host_pool(device_pool(layout, page_size=page_size))
-    generator = np.random.default_rng(1)
-    host_bytes(tier)[...] = generator.integers(0, 256, host_bytes(tier).shape, dtype=np.uint8)
-    page = tier.get_data_page(3 * page_size)
-    assert page.dtype == tier.dtype
-    raw = page.view(torch.uint8).numpy()
-    size_bytes = stride_bytes(LAYERS, page_size, ROW_BYTES[layout])
-    assert len(raw) == -(-size_bytes // 4096) * 4096
-    assert np.array_equal(raw[: size_bytes - 16], page_memory(tier)[3, :-16])
-    assert np.array_equal(raw[: tier.page_bytes], host_bytes(tier)[3].ravel())
-    assert not raw[size_bytes:].any()
-    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # only the copy has a checksum
+    page_bytes = stride_bytes(LAYERS, page_size, ROW_BYTES["fp4"])
+    begin, raw = tier.kv_buffer.data_ptr(), page_memory(tier)
+    assert tier.get_contiguous_buf_infos() == ([begin], [tier.page_num * page_bytes], [page_bytes])
+    assert tier.get_size_per_token() == tier.get_ksize_per_token() == page_bytes // page_size
+    tier.get_data_page(torch.tensor(2 * page_size), flat=False).view(torch.uint8).fill_(7)
+    assert raw.shape[1] == page_bytes
+    assert (raw[2] == 7).all()
+    assert (np.delete(raw, 2, axis=0) == GUARD).all()
     into = tier.get_dummy_flat_data_page()
-    assert (into.dtype, into.shape) == (page.dtype, page.shape)
-
-    expected = host_bytes(tier).copy()
-    expected[1] = expected[3]
-    into.copy_(page)
-    tier.set_from_flat_data_page(page_size, into)
-    assert np.array_equal(host_bytes(tier), expected)
-
-    # Stores without copies read and write through a view.
-    view = tier.get_data_page(torch.tensor(2 * page_size), flat=False)
-    assert view.nbytes == size_bytes
-    view.view(torch.uint8).fill_(7)
-    assert (page_memory(tier)[2] == 7).all()
-    assert np.array_equal(host_bytes(tier)[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
     for bad in (tier.size, -page_size, *([1] if page_size > 1 else [])):
-        with pytest.raises(IndexError, match="no page of"):
-            tier.get_data_page(bad)
-        with pytest.raises(IndexError, match="no page of"):
-            tier.set_from_flat_data_page(bad, into)
+        for call in (
+            lambda bad=bad: tier.get_data_page(bad),
+            lambda bad=bad: tier.set_from_flat_data_page(bad, into),
+            lambda bad=bad: tier.get_page_buffer_meta(torch.arange(bad, bad + page_size)),
+        ):
+            with pytest.raises(IndexError, match=f"no page of {page_size} tokens begins at slot {bad}; "):
+                call()
+    if page_size > 1:
+        with pytest.raises(ValueError, match="1 slots are not a multiple of the page size 61"):
+            tier.get_page_buffer_meta(torch.tensor([0]))
 
 
 def test_format_tags_tell_pages_apart():
@@ -284,48 +182,3 @@ def test_format_tags_tell_pages_apart():
     from sglang.srt.managers.cache_controller import storage_model_name
 
     assert storage_model_name("model", plain) == f"model-{tags['plain']}"
-
-
-# ------------------------------------------------------------------ sparse attention
-
-
-@pytest.mark.parametrize(
-    ("layout", "host", "message"),
-    [
-        # Without rope, scaled rows are longer than raw rows.
-        (
-            "fp8",
-            "fp8_block_scale",
-            "have 264 bytes, .* fp8 on the device 256: .*hold fewer .*: same, .*fp4, .*$",
-        ),
-        (
-            "bf16",
-            "fp8_block_scale",
-            "have 264 bytes, .* device 512: .*multiple of 16 bytes.*: same, .*fp4, .*$",
-        ),
-        ("fp8_block_scale", "fp4", "have 144 bytes, .* device 264: .*multiple of 16 bytes; use same$"),
-    ],
-)
-def test_host_tiers_that_are_refused(layout, host, message):
-    """The argument check refuses them too, with the same function."""
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    pool = dsa_pool(layout, 256, 0, host_tier=HostTierOptions(layout=host))
-    with pytest.raises(ValueError, match=f"--kv-host-layout {host} does not work: its rows {message}"):
-        host_pool(pool)
-
-
-def test_stored_pages_are_named_after_their_bytes():
-    """Dense pools pad only rows of 264 bytes, to 272; equal rows have equal names."""
-
-    def tag(pool):
-        return host_pool(pool).storage_format_tag
-
-    tags = {case: tag(dsa_pool(*case)) for case in DSA_CASES}
-    for (layout, rank, rope), found in tags.items():
-        name = f"{layout}-r{rank}-p{rope}-b{dsa_row_bytes(layout, rank, rope)}-v1-host_{layout}-l2.3.0-t64-s2"
-        assert found == name
-        dense = device_pool(
-            layout, page_size=DSA_PAGE, start_layer=2, kv_lora_rank=rank, qk_rope_head_dim=rope
-        )
-        assert (tag(dense) == found) == ((layout, rank) != ("fp8_block_scale", 256))

@@ -1,4 +1,4 @@
-"""Rows and states whose backups or loads fail: a request gets both of one prefix, or neither."""
+"""Backups or loads that fail: a request gets rows and states, or rows and a draft's rows, or neither."""
 
 import numpy as np
 import pytest
@@ -33,6 +33,17 @@ def test_a_lost_backup_is_a_miss_of_both(model_of, failures, monkeypatch, which,
     model.check(longer, 0)
 
 
+def test_a_draft_whose_backup_was_lost_is_a_miss(model_of, failures, monkeypatch):
+    """A draft with a tier of its own follows the target's slots."""
+    model = model_of("dense, own draft")
+    with monkeypatch.context() as patched:
+        break_backups(model.host_pools[-1], patched)
+        model.put(prompt(4))
+    model.evict()
+    model.check(prompt(4), 0)
+    assert failures() == {"backup": 1, "backup_lost": 1, "load_pages": 1}
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_freed_host_slots_are_a_miss_of_rows_and_states(model_of, failures, which):
     model = model_of("hybrid")
@@ -46,20 +57,6 @@ def test_freed_host_slots_are_a_miss_of_rows_and_states(model_of, failures, whic
     assert failures() == {"load_pages": 1}
     assert model.controller.load_queue == []
     assert free == model.free()
-
-
-def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(model_of):
-    """SGLang returns the rows' slots; the request has the state of the prefix that it continues."""
-    model = model_of("hybrid")
-    model.put(prompt(4))
-    model.put(prompt(9))
-    model.evict()
-    model.check(prompt(4), 4)
-    (entry,) = [e for e in model.controller.mem_pool_host.entries if e.host_pool is model.tiers[1]]
-    entry.device_alloc_fn, entry.device_evict_fn = (lambda count: None), None
-    free = model.cache.token_to_kv_pool_allocator.available_size()
-    model.check(prompt(9), 4)
-    assert model.cache.token_to_kv_pool_allocator.available_size() == free
 
 
 @pytest.mark.parametrize("given", [[5, 5], [0], [7]])
@@ -82,24 +79,6 @@ def test_invalid_device_slots_of_states_are_refused(model_of, failures, given):
     assert model.controller.load(rows.alloc(4), node_id=1, extra_pools=load) is None
     assert failures() == {"backup_pages": 1, "load_pages": 1}
     assert (model.controller.load_queue, model.controller.write_queue) == ([], [])
-
-
-def test_a_full_host_pool_of_states_backs_up_neither(model_of):
-    """SGLang evicts other states of the host first; if it cannot, the rows are not backed up either."""
-    model = model_of("hybrid", slots=8, pages=64)
-    rows, states = model.tiers
-    taken = states.alloc(states.available_size())
-    (entry,) = [e for e in model.controller.mem_pool_host.entries if e.host_pool is states]
-    assert entry.host_evict_fn is not None
-    free = rows.available_size()
-    model.put(prompt(4))
-    assert rows.available_size() == free
-    model.evict()
-    model.check(prompt(4), 0)
-    states.free(taken)
-    model.put(prompt(4))
-    model.evict()
-    model.check(prompt(4), 4)
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])

@@ -5,7 +5,6 @@ import time
 from array import array
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_hybrid_tree import break_backups, prompt
 
@@ -104,17 +103,6 @@ def test_a_damaged_state_is_a_miss_of_its_prefix(model_of, store, failures, chan
     again.check(longer, 8)
 
 
-def test_a_state_that_is_not_there(model_of, store, failures):
-    """SGLang looks for the longest prefix that has a state."""
-    short, longer = prompt(8), prompt(16)
-    stored(model_of("hybrid", page_size=4, store=store), short, longer)
-    files(store, True)[-1].unlink()
-    again = model_of("hybrid", page_size=4, store=store)
-    fetch(again, longer)
-    again.check(longer, 8)
-    assert failures() == {}
-
-
 def test_damaged_rows_are_a_miss_of_their_state(model_of, store, failures):
     longer = prompt(16)
     stored(model_of("hybrid", page_size=4, store=store), longer)
@@ -142,22 +130,10 @@ def test_what_was_lost_in_its_backup_is_not_stored(model_of, store, failures, mo
     again.check(longer, 8)
 
 
-def test_other_states_or_rows_are_other_pages(model_of, store):
-    """Equal rows with other states, and equal states with other rows, have other names."""
-    tokens = prompt(8)
-    first = model_of("hybrid", "fp4", states="kda", page_size=4, store=store)
-    stored(first, tokens)
-    before = {f.name: f.read_bytes() for f in Path(store).iterdir()}
-    for layout, kind in (("fp4", "three-convs"), ("bf16", "kda")):
-        other = model_of("hybrid", layout, states=kind, page_size=4, store=store)
-        assert other.tiers[0].storage_format_tag != first.tiers[0].storage_format_tag
-        fetch(other, tokens)
-        other.check(tokens, 0)
-        stored(other, tokens)
-    assert all(Path(store, name).read_bytes() == raw for name, raw in before.items())
-    again = model_of("hybrid", "fp4", states="kda", page_size=4, store=store)
-    fetch(again, tokens)
-    again.check(tokens, 8)
+def test_other_states_and_other_rows_are_other_pages(model_of):
+    cases = ("fp4", "kda"), ("fp4", "three-convs"), ("bf16", "kda")
+    tiers = [model_of("hybrid", layout, states=kind).tiers[0] for layout, kind in cases]
+    assert len({tier.storage_format_tag for tier in tiers}) == 3
 
 
 def test_a_state_that_cannot_be_written(model_of, store, failures):
@@ -176,30 +152,6 @@ def test_a_state_that_cannot_be_written(model_of, store, failures):
     again = model_of("hybrid", page_size=4, store=store)
     fetch(again, prompt(8))
     again.check(prompt(8), 0)
-
-
-@pytest.mark.parametrize("name", ["_get_states", "_set_states"])
-def test_keys_and_slots_that_do_not_pair_up(model_of, failures, name):
-    """SGLang passes equally many keys and slots. Other lists are refused, so no state gets a wrong key."""
-    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-
-    from sgl_kvpool.sglang_plugin.hooks import state_tier
-
-    (tier, asked), io = (model_of("hybrid").tiers[1], []), getattr(state_tier, name)
-
-    def store(transfers, extra_info):
-        asked.append(transfers)
-        return {transfer.name: [True] * len(transfer.keys) for transfer in transfers}
-
-    for slots, keys in ((2, 1), (1, 2), (1, 0)):
-        given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(slots), keys=["a", "b"][:keys])
-        assert io(tier, store, [given]) == {PoolName.MAMBA: [False] * keys}
-    assert asked == []
-    assert sum(failures().values()) == 3
-    given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(2), keys=["a", "b"])
-    with tier.stored_under(dict(zip(given.host_indices.tolist(), given.keys, strict=True))):
-        tier.write_checksums(given.host_indices)  # as if the store had written them
-    assert io(tier, store, [given]) == {PoolName.MAMBA: [True, True]}
 
 
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
@@ -228,20 +180,3 @@ def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(model_of, store, failures
     assert failures() == {"page_checksum": 1}
     fetch(third, short)
     third.check(longer, 8)
-
-
-def test_stores_that_copy_nothing_are_shown_the_states(model_of):
-    """Mooncake registers and reads: one buffer, and an address in it per key and component."""
-    model = model_of("hybrid", "fp8", states="three-convs")
-    model.put(prompt(3))
-    tier = model.tiers[1]
-    (used,) = np.flatnonzero(tier.slot_used.numpy())
-    addresses, sizes = tier.get_page_buffer_meta(tier.slot_used.nonzero().view(-1))
-    (buffer,) = tier.get_hybrid_pool_buffer()
-    raw, begin = buffer.view(-1).numpy(), buffer.data_ptr()
-    read = np.concatenate([raw[a - begin : a - begin + n] for a, n in zip(addresses, sizes, strict=True)])
-    state = model.state_of(prompt(3))
-    assert np.array_equal(read[: len(state)], state)
-    # The last component includes the padding and the checksum.
-    assert len(read) == tier.size_per_token == -(-(len(state) + 16) // 16) * 16
-    assert int(used) * tier.size_per_token == addresses[0] - begin

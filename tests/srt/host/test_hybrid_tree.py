@@ -6,7 +6,6 @@ absent.
 
 import pytest
 from host_tier import stride_bytes
-from pools import device_pool, state_pool
 from test_controller import Broken, torch_too
 from tree_model import Request
 
@@ -51,27 +50,6 @@ def test_a_state_that_comes_after_its_rows_is_backed_up_alone(model_of):
     model.check(prompt(4) + prompt(3, 700), 4)
 
 
-def test_one_transfer_of_states_for_the_node_and_the_request(model_of):
-    """The tree lists both in one operation, so that engines do not start a transfer for each."""
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-
-    model = model_of("hybrid")
-    model.put(prompt(4))
-    model.evict()
-    request = Request()
-    match = model.cache.match_prefix(MatchPrefixParams(key=model.key(prompt(4)), cow_mamba=True, req=request))
-    request.last_node = match.last_device_node
-    model.cache.init_load_back(
-        InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=4, req=request)
-    )
-    (operation,) = model.controller.load_queue
-    (states,) = operation.pool_transfers
-    assert len(states.host_indices) == 2
-    assert len(set(states.host_indices.tolist())) == 1
-    assert int(request.kv.mamba_pool_idx) in states.device_indices.tolist()
-    assert len(set(states.device_indices.tolist())) == 2
-
-
 # -------------------------------------------------------------------- states locked by copies
 
 
@@ -94,30 +72,6 @@ def test_a_hit_waits_for_the_backups_that_lock_all_states(model_of, tree):
     model.evict()
     for tokens in prompts:
         model.check(tokens, 4)
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_a_donation_waits_for_the_backups_that_lock_all_states(model_of, tree):
-    """A request that goes on gives its state to the tree, and needs another slot (SGLang's 36770)."""
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-    model = model_of("hybrid", tree=tree)
-    locked(model)
-    slot = model.cache.components[ComponentType.MAMBA]._alloc_mamba_slot()
-    assert len(slot) == 1
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_a_batch_waits_for_the_backups_that_lock_all_states(model_of, tree):
-    """New requests need slots too, here three at once: `alloc_req_slots` raises where they are missing."""
-    from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
-
-    model = model_of("hybrid", tree=tree)
-    locked(model)
-    new = [Request(str(at)) for at in range(3)]
-    for request in new:
-        request.kv.mamba_ping_pong_track_buffer = []  # allocated before
-    assert ensure_mamba_capacity(model.requests, new, model.cache)
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -178,30 +132,3 @@ def test_too_little_memory_names_rows_and_states(model_of, monkeypatch, which):
     )
     with pytest.raises(HostTierTooLarge, match=text):
         model_of("hybrid")
-
-
-def test_hybrids_whose_rows_are_sglangs_keep_its_host_pools(model_of, monkeypatch):
-    """They keep SGLang's pool of states and its split of a size."""
-    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
-
-    model_of("hybrid")  # with our hooks
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    def stop(self, *args, **kwargs):
-        seen.append((type(self).__name__, args[2]))
-        raise Stop
-
-    monkeypatch.setattr(hybrid_pool_assembler.MambaPoolHost, "__init__", stop)
-    states = state_pool()
-    stock = device_pool("bf16", stock=True)
-    (info,) = states.get_device_pool_infos()
-    with pytest.raises(Stop):
-        hybrid_pool_assembler.build_mamba_host_pool(states, info, host_size=1.5, layout="page_first")
-    assert seen == [("MambaPoolHost", 1.5)]
-    device = [pool.get_kv_size_bytes() for pool in (stock, states)]
-    assert hybrid_pool_assembler._split_hicache_size(3, (stock, states)) == pytest.approx(
-        tuple(3 * n / sum(device) for n in device)
-    )

@@ -1,8 +1,9 @@
-"""Memory of the host tier: real limits, and registration with CUDA in chunks."""
+"""Memory of the host tier: real limits, and chunks; their registration: tests/emulated_cuda."""
 
 import mmap
 import resource
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pools import device_pool
 
-from sgl_kvpool.srt.host.memory import page_chunks, pin
-from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
+from sgl_kvpool.srt.host.memory import page_chunks
 
 # ------------------------------------------------------------------ too much
 
@@ -81,91 +81,18 @@ def test_chunks_cover_everything_once_and_cut_no_page(pages, page_bytes, chunk_b
     assert all(size <= max(chunk_bytes, smallest) for _, size in chunks)
 
 
-#: `torch.cuda.cudart()` returns this where there is a driver; its enum and messages need no driver.
-cudart_of_torch = torch._C._cudart
-
-
-class Cudart:
-    """Counts registrations as CUDA does; fails at call `fail_at`, or if a chunk is longer than `longest`."""
-
-    def __init__(self, fail_at=None, longest=None):
-        self.fail_at, self.longest, self.registered, self.calls = fail_at, longest, {}, 0
-        self.unregistered = []
-
-    def cudaHostRegister(self, address, size, flags):
-        self.calls += 1
-        if self.calls - 1 == self.fail_at or (self.longest is not None and size > self.longest):
-            return cudart_of_torch.cudaError(2)
-        for begin, length in self.registered.items():
-            assert address + size <= begin or begin + length <= address, "registered twice"
-        self.registered[address] = size
-        return cudart_of_torch.cudaError(0)
-
-    def cudaHostUnregister(self, address):
-        self.unregistered.append(address)
-        return cudart_of_torch.cudaError(0 if self.registered.pop(address, None) else 1)
-
-    cudaGetErrorString = staticmethod(cudart_of_torch.cudaGetErrorString)
-
-
-def buffer(pages=37, page_bytes=4096 * 3):
-    return torch.empty(pages * page_bytes, dtype=torch.uint8), page_bytes
-
-
-def test_registered_in_chunks_and_unregistered_by_sglang(monkeypatch):
-    from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
-
-    memory, page_bytes = buffer()
-    cudart = Cudart()
-    chunks = pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes)
-    assert chunks == RegisteredChunks(memory.data_ptr(), 10 * page_bytes)
-    assert sorted(cudart.registered.values()) == [7 * page_bytes, *[10 * page_bytes] * 3]
-    assert sum(cudart.registered.values()) == memory.nbytes
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    _cuda_host_unregister(memory)
-    assert cudart.registered == {}
-
-
-@pytest.mark.parametrize("fail_at", [0, 1, 3])
-def test_a_chunk_that_fails_undoes_the_others(fail_at, failures, caplog):
-    """Shorter chunks are tried then; no copy may cross a chunk boundary."""
-    memory, page_bytes = buffer()
-    cudart = Cudart(fail_at)
-    chunks = pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes)
-    assert chunks == RegisteredChunks(memory.data_ptr(), 2 * page_bytes)
-    assert sorted(cudart.registered.values()) == [page_bytes, *[2 * page_bytes] * 18]
-    assert cudart.calls == fail_at + 1 + 19
-    assert failures() == {}
-    done = fail_at * 10 * page_bytes
-    assert f"in 4 chunks: cudaHostRegister of {(7 if fail_at == 3 else 10) * page_bytes} bytes" in caplog.text
-    assert f"{done} of {memory.nbytes} done: error 2, out of memory" in caplog.text
-
-
 def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):
-    """SGLang's `destroy` then unregisters nothing; it unregisters what was pinned."""
+    """SGLang's `destroy` then unregisters nothing."""
     from sglang.srt.mem_cache.pool_host import base
 
-    cudart = Cudart(fail_at=0)
+    real = torch._C._cudart  # its enum and messages need no driver
+    cudart = mock.Mock(cudaGetErrorString=real.cudaGetErrorString)
+    cudart.cudaHostRegister.return_value = real.cudaError(2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(base, "_is_cuda", True)  # without CUDA, SGLang never unregisters
     tier = host_pool(device_pool("fp4"), pin_memory=True)
     assert not tier.pin_memory
     tier.destroy()
-    assert cudart.unregistered == []
+    cudart.cudaHostRegister.assert_called()
+    cudart.cudaHostUnregister.assert_not_called()
     assert failures() == {"registration": 1}
-    pinned = host_pool(device_pool("fp4"), pin_memory=True)
-    assert pinned.pin_memory
-    assert sum(cudart.registered.values()) == pinned.kv_buffer.nbytes
-    pinned.destroy()
-    assert len(cudart.unregistered) > 0
-    assert cudart.registered == {}
-
-
-def test_progress_is_said(monkeypatch, caplog):
-    from sgl_kvpool.srt.host import memory as module
-
-    monkeypatch.setattr(module, "_PROGRESS_SECONDS", -1.0)
-    memory, page_bytes = buffer()
-    with caplog.at_level("INFO"):
-        assert pin(memory, page_bytes, Cudart(), chunk_bytes=10 * page_bytes)
-    assert caplog.text.count("pinning the host tier") == 4

@@ -48,12 +48,6 @@ def test_a_list_that_one_rank_refuses_is_a_miss_on_both(seen):
     assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
 
 
-def test_invalid_slots_of_one_ranks_allocator_are_freed_by_no_rank(seen):
-    lengths, one, other = agreed(seen["bad-slots-of-the-allocator"])
-    assert lengths == [0, LESS]
-    assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
-
-
 @pytest.mark.parametrize(("which", "kind"), [("rows", "page_read"), ("states", "page_checksum")])
 def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kind):
     """SGLang agrees on the fetched pages (`_reduce_prefetch_ack`), if our hooks count right on each rank."""

@@ -1,4 +1,4 @@
-"""HierarchicalStatePoolHost: round trips of states, slots, the view of stores, sizes, GPU engines."""
+"""HierarchicalStatePoolHost: round trips of states, the view of stores, sizes, GPU engines."""
 
 import numpy as np
 import pytest
@@ -73,21 +73,6 @@ def test_states_there_and_back(kind, label):
     assert np.array_equal(host_bytes(tier), expected)
 
 
-def test_layer_by_layer():
-    """After the load of a layer, its conv and ssm states are there, and later layers are untouched."""
-    pool = state_pool("three-convs")
-    fill(pool)
-    was = [part.copy() for part in state_tensors(pool)]
-    tier = state_tier(pool)
-    move(tier, "backup", [1], [4])
-    guard(pool)
-    for layer in range(3):
-        tier.load_to_device_per_layer(None, torch.tensor([1]), torch.tensor([2]), layer, "kernel")
-        for part, before in zip(state_tensors(pool), was, strict=True):
-            assert np.array_equal(part[: layer + 1, 2], before[: layer + 1, 4])
-            assert (part[layer + 1 :] == GUARD).all()
-
-
 def test_convolutions_of_cpus_with_amx():
     """SGLang permutes their axes on such CPUs; the bytes of memory are stored under a different tag."""
     plain, pool = state_pool(), state_pool()
@@ -108,49 +93,7 @@ def test_convolutions_of_cpus_with_amx():
     assert np.array_equal(memory_of, expected)
 
 
-def test_packed_drafts_follow_the_target():
-    """SGLang numbers their layers behind the target's, in each part."""
-    pool, drafts = state_pool("odd"), [state_pool("odd", layers=[0]) for _ in range(2)]
-    for seed, each in enumerate((pool, *drafts)):
-        fill(each, seed)
-    tier = state_tier(pool, draft_pools=drafts)
-    assert tier.num_mamba_layers == 5
-    move(tier, "backup", [3], [2])
-    parts = zip(*map(state_tensors, (pool, *drafts)), strict=True)
-    wanted = np.concatenate([np.concatenate([p[:, 2].ravel() for p in part]) for part in parts])
-    assert np.array_equal(host_bytes(tier)[3, : tier.page_bytes], wanted)
-    was = [state_bytes(each, 2) for each in (pool, *drafts)]
-    guard(pool, *drafts)
-    move(tier, "load", [3], [5])
-    assert np.array_equal(state_bytes(pool, 5), was[0])
-    assert all((part == GUARD).all() for part in state_tensors(drafts[0]))
-    for layer in (3, 4):
-        tier.load_to_device_per_layer(
-            None, torch.tensor([3]), torch.tensor([5]), layer, "kernel", is_draft=True
-        )
-    assert [np.array_equal(state_bytes(d, 5), w) for d, w in zip(drafts, was[1:], strict=True)] == [True] * 2
-
-
-# -------------------------------------------------------------------- slots
-
-
-def test_a_slot_has_one_owner(caplog):
-    tier = state_tier(state_pool())
-    assert tier.size == 6 * 2 + 1
-    mine = tier.alloc(3)
-    assert tier.host_indices_problem(mine) is None
-    assert tier.free(mine) == 3
-    assert tier.host_indices_problem(mine) == "a host page of the list is not allocated"
-    assert tier.free(mine[:2]) == 0  # twice
-    assert "are already free" in caplog.text
-    assert tier.available_size() == tier.size
-    assert sorted(tier.alloc(tier.size).tolist()) == list(range(tier.size))
-    assert tier.alloc(1) is None
-    tier.clear()
-    assert tier.available_size() == tier.size
-
-
-def test_what_is_not_carried_is_refused(monkeypatch):
+def test_what_is_not_carried_is_refused():
     """Side states, which no MLA model has."""
     from types import SimpleNamespace
 
@@ -177,20 +120,10 @@ def test_stores_get_the_order_of_sglang(kind):
     fill(pool)
     tier = state_tier(pool)
     move(tier, "backup", [2, 9], [4, 1])
-    page = tier.get_data_page(9)
-    assert page.dtype == torch.uint8
-    content = state_bytes(pool, 1)
-    unpadded_bytes = stride_of(len(content))
-    assert len(page) == -(-unpadded_bytes // 4096) * 4096  # O_DIRECT needs multiples of 4096
+    page, content = tier.get_data_page(9), state_bytes(pool, 1)
+    assert len(page) == -(-stride_of(len(content)) // 4096) * 4096  # O_DIRECT needs multiples of 4096
     assert np.array_equal(page[: len(content)].numpy(), content)
-    assert (page[len(content) : unpadded_bytes - 16] == GUARD).all()  # from the host; zeros in a server
-    assert not page[unpadded_bytes:].any()
-    into = tier.get_dummy_flat_data_page()
-    assert (into.dtype, into.shape) == (page.dtype, page.shape)
-    tier.set_from_flat_data_page(5, page)
-    assert np.array_equal(host_bytes(tier)[5, : tier.page_bytes], state_bytes(pool, 1))
-    assert (host_bytes(tier)[6] == GUARD).all()
-
+    assert tier.get_dummy_flat_data_page().shape == page.shape
     addresses, sizes = tier.get_page_buffer_meta(torch.tensor([9, 2]))
     components = state_tensors(pool)
     assert len(addresses) == 2 * len(components)
@@ -249,16 +182,12 @@ def test_tags_tell_states_apart():
 # -------------------------------------------------------------------- sizes
 
 
-def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
+def test_sizes_by_ratio_and_by_gigabytes():
     pool = state_pool()
     slot = stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
     assert state_tier(pool, ratio=3.5).size == int(6 * 3.5) + 1
     assert state_tier(pool, size=1e-3).size == int(1e6 // slot) + 1
-    from sgl_kvpool.srt.host import memory as tier_memory
-
-    with pytest.raises(tier_memory.HostTierTooLarge, match=r"needs .* GB for \d+ states .*--hicache-ratio"):
-        state_tier(pool, ratio=1e9)
-    with pytest.raises(tier_memory.HostTierTooLarge, match=r"needs .* GB for \d+ states .*--hicache-size"):
+    with pytest.raises(ValueError, match=r"needs .* GB for \d+ states .*--hicache-size"):
         state_tier(pool, size=1e6)
 
 

@@ -11,7 +11,6 @@ import time
 import pytest
 from direct_stores import Operation
 from host_tier import slots
-from pools import LAYERS
 
 from sgl_kvpool.events import UNCACHED
 from sgl_kvpool.sglang_plugin.hooks import stores
@@ -99,14 +98,6 @@ def test_a_prompt_that_is_longer_than_the_tier_is_counted(dense, tree, uncached,
     assert "(56 tokens, and the tier has 52)" in line
 
 
-def test_a_tier_with_room_counts_nothing(dense, uncached):
-    model = dense(24)
-    for n in range(30):  # more than the tier's 48 pages, and more than the pool's
-        model.evict()
-        model.put(prompt(3, 1000 * n))
-    assert uncached() == {}
-
-
 def test_a_state_without_room_is_counted(model_of, uncached, caplog):
     """A hybrid model whose states fill their tier first."""
     model = model_of("hybrid", ratio=0.5)
@@ -114,17 +105,6 @@ def test_a_state_without_room_is_counted(model_of, uncached, caplog):
         model.put(list(range(100 * n, 100 * n + 3)))
     assert set(uncached()) == {"tier_full"}
     assert "the state of 3 tokens of a prompt" in logged(caplog, "tier_full")[0]
-
-
-def test_a_backup_that_failed_is_not_taken_for_a_full_tier(dense, uncached):
-    """Models with sparse attention back up index keys beside rows, and have no states."""
-    import torch
-
-    from sgl_kvpool.sglang_plugin.hooks.uncached import _execute_kv_backup
-
-    model, index_keys = dense(24), [object()]
-    refused = _execute_kv_backup(lambda *_: None, model.cache, 1, torch.arange(PAGE), {}, index_keys)
-    assert (refused, uncached()) == (None, {})
 
 
 def small(caplog):
@@ -149,18 +129,6 @@ def test_a_tier_smaller_than_the_pool_is_named_at_start(dense, caplog, arguments
         (line,) = small(caplog)
         assert "the host tier has 52 tokens and the device's pool 96" in line
         assert names in line
-
-
-def test_a_ratio_that_sglang_lowers_is_named_at_start(dense, caplog, monkeypatch):
-    """Neither size nor ratio is given, and the host has memory for three quarters of the pool."""
-    from sglang.srt.mem_cache import hicache_auto_size
-
-    pool_bytes = 96 * LAYERS * 416 + PAGE * LAYERS * 416  # SGLang counts the page that it reserves
-    budget = int(pool_bytes * 0.75 / 0.8 / 0.95) + 1
-    monkeypatch.setattr(hicache_auto_size, "host_memory_budget_bytes", lambda auto_size: budget)
-    dense(24, ratio=None)
-    (line,) = small(caplog)
-    assert "--hicache-host-memory-fraction (it is 0.8, and SGLang has lowered the ratio to 0.7" in line
 
 
 # -------------------------------------------------------------------- a store attached at run time
@@ -209,17 +177,6 @@ def test_each_old_page_is_given_to_the_store_once(dense, tmp_path):
         store_what_waits(model)
     assert len(given) == 4
     assert len({key for some in given for key in some}) == 8 + 3
-
-
-def test_a_store_of_the_start_is_given_nothing_twice(dense, tmp_path):
-    model = dense(64, store=tmp_path)
-    given = []
-    write, model.controller.write_storage = model.controller.write_storage, None
-    model.controller.write_storage = lambda *args, **kwargs: given.append(args[2]) or write(*args, **kwargs)
-    model.put(prompt(8, 0))
-    model.put(prompt(8, 0) + prompt(1, 1000))
-    store_what_waits(model)
-    assert [len(some) for some in given] == [8, 1]
 
 
 # -------------------------------------------------------------------- a store that does not answer
@@ -281,18 +238,3 @@ def test_a_search_or_a_write_that_hangs_is_counted(dense, limit, uncached, tmp_p
     else:
         call.join(20)
     assert uncached() == {"store_slow": 3}
-
-
-def test_calls_within_a_call_are_not_timed(uncached, limit):
-    class Store:
-        def batch_get(self, keys):
-            time.sleep(0.5)
-            return keys
-
-        def batch_get_v1(self, keys):
-            return self.batch_get(keys)
-
-    store = Store()
-    stores.wrap_calls(store, {})
-    assert store.batch_get_v1(["a", "b"]) == ["a", "b"]
-    assert uncached() == {"store_slow": 2}

@@ -8,7 +8,6 @@ vain ends after a minute.
 import pytest
 import rank_processes
 import torch.distributed as dist
-from host_tier import slots
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
 from tree_model import KINDS, build, pool_of, publish_server, request_pool
@@ -123,19 +122,6 @@ def free_host_pages(ranks):
     yield model, model.check(LONGER)
 
 
-def bad_slots_of_the_allocator(ranks):
-    model = ranks.model()
-    model.put(SHORT)
-    model.evict()
-    allocator = model.cache.token_to_kv_pool_allocator
-    alloc = allocator.alloc
-    if ranks.rank == 1:
-        allocator.alloc = lambda need: slots([5] * (len(alloc(need)) // PAGE_SIZE), PAGE_SIZE)
-    yield model, model.check(SHORT)
-    allocator.alloc = alloc
-    yield model, model.check(SHORT)
-
-
 def unreadable(which):
     def case(ranks):
         """Two servers, one after the other; one rank of the second cannot read a page of the store."""
@@ -177,7 +163,6 @@ CASES = {
     **{f"lost-{which}": lost(which) for which in ("rows", "states")},
     **{f"lost-rows-{groups}": lost("rows", groups) for groups in LOST_ROWS},
     "free-host-pages": free_host_pages,
-    "bad-slots-of-the-allocator": bad_slots_of_the_allocator,
     **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states", "shards")},
     "lost-in-the-second-stage": lost_in_the_second_stage,
 }
