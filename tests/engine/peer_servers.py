@@ -55,7 +55,6 @@ def peers(_model_path, folder):
         front = stack.enter_context(router(folder / "router.log", prefill=[one], decode=[decode]))
         answers = {"first": [ask(front, text) for text in PROMPTS]}
         answers["transferred_mb"] = metric_sum(one[0], "sglang:kv_transfer_total_mb_sum")
-        answers["prefill_metrics"] = one[0].get("/metrics").decode()
 
         wrong = router(folder / "router-other.log", prefill=[other], decode=[decode])
         with other[0], wrong:
@@ -73,7 +72,6 @@ def peers(_model_path, folder):
             answers["traffic"] = [each.result() for each in traffic]
         answers["after_kill"] = [attempt(both, text) for text in PROMPTS]
         answers["decode_failures"] = failures(decode)
-        answers["decode_metrics"] = decode.get("/metrics").decode()
     answers["log"] = decode.log.read_text(errors="replace")
     return answers
 
