@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from random_checkpoint import write_random_model
-from safetensors.torch import load_file
 
 from scripts.byte_model import (
     SPECIAL_TOKEN,
-    WholeSequences,
-    byte_alphabet,
-    initialise,
     read_config,
     read_model,
     write_config,
-    write_model,
     write_tokenizer,
 )
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLAConfig
@@ -32,11 +25,6 @@ SMALL = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 24,
 }
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_random_model(tmp_path_factory.mktemp("model") / "made")
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +50,10 @@ def test_config_says_mla_and_round_trips(tmp_path, rope):
     assert read_config(tmp_path) == config
 
 
-@pytest.mark.parametrize("rope", [0, 64])
-def test_config_survives_transformers(tmp_path, rope):
-    from transformers import AutoConfig
-
-    config = ByteMLAConfig(qk_rope_head_dim=rope)
-    write_config(tmp_path, config)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert loaded.qk_rope_head_dim == rope
-    # SGLang hands the model such an object; this is how the model reads it.
-    assert ByteMLAConfig.from_hf(loaded.to_dict()) == config
-
-
 @pytest.mark.parametrize("wrong", [{"qk_rope_head_dim": 3}, {"vocab_size": 256}, {"heads": 3}])
 def test_config_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ByteMLAConfig(**wrong)
-
-
-def test_token_id_is_the_byte(tokenizer):
-    assert tokenizer.convert_ids_to_tokens(list(range(256))) == byte_alphabet()
-    assert tokenizer.convert_tokens_to_ids(byte_alphabet()) == list(range(256))
-    assert len(set(byte_alphabet())) == 256
 
 
 def test_tokenizer_round_trip(tokenizer):
@@ -103,53 +73,6 @@ def test_special_token(tokenizer):
     assert tokenizer.encode(f"a{SPECIAL_TOKEN}b") == [97, SPECIAL_TOKEN_ID, 98]
     assert tokenizer.decode([97, SPECIAL_TOKEN_ID, 98], skip_special_tokens=True) == "ab"
     assert len(tokenizer) == ByteMLAConfig().vocab_size
-
-
-def test_weights(model_folder):
-    weights = load_file(model_folder / "model.safetensors")
-    assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-    assert weights["layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 256)
-    assert weights["layers.2.self_attn.kv_b_proj.weight"].shape == (2 * (128 + 128), 512)
-    assert weights["layers.2.self_attn.q_proj.weight"].shape == (2 * (128 + 64), 256)
-    assert weights["lm_head.weight"].shape == weights["embed_tokens.weight"].shape == (257, 256)
-    assert 3e6 < sum(tensor.numel() for tensor in weights.values()) < 4e6
-    assert (model_folder / "model.safetensors").stat().st_size < 16e6
-
-
-def test_the_seed_decides_the_bytes(tmp_path, model_folder):
-    same = write_random_model(tmp_path / "same", seed=0)
-    other = write_random_model(tmp_path / "other", seed=1)
-    names = sorted(path.name for path in model_folder.iterdir())
-    assert names == sorted(path.name for path in same.iterdir())
-    for name in names:
-        assert (same / name).read_bytes() == (model_folder / name).read_bytes(), name
-    name = "model.safetensors"
-    assert (other / name).read_bytes() != (model_folder / name).read_bytes()
-
-
-def test_write_model_keeps_the_weights(tmp_path):
-    net = initialise(WholeSequences(ByteMLAConfig(layers=1, **SMALL)), seed=3).to(torch.bfloat16)
-    again = read_model(write_model(tmp_path, net), torch.bfloat16)
-    assert again.config == net.config
-    for name, tensor in net.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize("rope", [0, 64])
-def test_random_model_is_not_degenerate(tmp_path, rope):
-    net = read_model(write_random_model(tmp_path, qk_rope_head_dim=rope))
-    ids = torch.tensor([list(b"the quick brown fox jumps over the lazy dog " * 2)])
-    with torch.no_grad():
-        logits = net(ids)[0]
-        for _ in range(64):
-            ids = torch.cat([ids, net(ids)[:, -1:].argmax(-1)], dim=1)
-    text = ids[0, 88:].tolist()
-    assert len(set(text)) > 16
-    assert all(0x20 <= byte < 0x7F for byte in text)
-    # The same byte in two contexts (period 44) is followed by other bytes.
-    top = logits.argmax(-1)
-    assert (top[:44] != top[44:]).any()
-    assert 1.0 < logits[:, 0x20:0x7F].std() < 4.0
 
 
 def oracle(weights, config, ids):
@@ -215,8 +138,3 @@ def test_forward_equals_the_oracle(tmp_path, rope, absorbed):
         want = oracle(net.state_dict(), net.config, ids[b].numpy())
         np.testing.assert_allclose(got[b].numpy(), want, rtol=0, atol=1e-10)
     assert np.abs(want[:, 0x20:0x7F]).max() > 1
-
-
-def test_importing_does_not_import_sglang():
-    code = "import sys, scripts.byte_model; sys.exit('sglang' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

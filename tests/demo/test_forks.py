@@ -36,11 +36,6 @@ def run(forks, tmp_path):
     return start
 
 
-def test_the_modules_are_imported_and_this_package_is_not(run):
-    code = "import sys; print('this' in sys.modules, any(m.startswith('sgl_kvpool') for m in sys.modules))"
-    assert run("-c", code) == (0, "True False\n")
-
-
 @pytest.mark.parametrize(
     ("code", "status"),
     [("pass", 0), ("import sys; sys.exit(7)", 7), ("1 / 0", 1), ("import os; os.kill(os.getpid(), 9)", -9)],

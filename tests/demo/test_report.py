@@ -33,16 +33,10 @@ def flat(windows):
     return np.concatenate([np.asarray(window, np.float64) for window in windows])
 
 
-def test_perplexity():
-    ours = scores(np.random.default_rng(0))
-    assert ours.perplexity == pytest.approx(np.exp(-flat(ours.log_probabilities).mean()), rel=1e-12)
-    # Every byte equally likely.
-    assert Scores([[-math.log(256)] * 7], [[0] * 7]).perplexity == pytest.approx(256)
-
-
 def test_differences():
     rng = np.random.default_rng(1)
     reference, ours = scores(rng), scores(rng, shift=0.25)
+    assert ours.perplexity == pytest.approx(np.exp(-flat(ours.log_probabilities).mean()), rel=1e-12)
     found = compare_scores(ours, reference)
     a, b = flat(ours.log_probabilities), flat(reference.log_probabilities)
     assert found.perplexity_change == pytest.approx(np.exp(b.mean() - a.mean()) - 1)
@@ -53,18 +47,11 @@ def test_differences():
     ]
     expected = np.exp(b.mean() - a.mean()) * np.std(means, ddof=1) / np.sqrt(5)
     assert found.standard_error == pytest.approx(expected)
-
-
-def test_no_difference_to_itself():
-    ours = scores(np.random.default_rng(2))
     assert compare_scores(ours, ours) == Difference(0.0, 0.0, 1.0)
-
-
-def test_one_window_has_no_standard_error():
-    one, other = Scores([[-1.0, -2.0]], [[1, 2]]), Scores([[-1.5, -2.5]], [[1, 3]])
-    found = compare_scores(one, other)
-    assert math.isnan(found.standard_error)
-    assert found.same_top_token == 0.5
+    one = compare_scores(Scores([[-1.0, -2.0]], [[1, 2]]), Scores([[-1.5, -2.5]], [[1, 3]]))
+    assert math.isnan(one.standard_error)
+    with pytest.raises(ValueError, match="windows of other lengths"):
+        compare_scores(Scores([[-1.0, -1.0]], [[1, 1]]), Scores([[-1.0]], [[1]]))
 
 
 def hit(device=0, host=0, tokens=(1, 2, 3)):
@@ -83,43 +70,6 @@ def test_hits_that_are_compared():
         assert not compare_hits(device, host).same_tokens
 
 
-def test_lines_of_the_host_tier(results):
-    good, bad = HostHit(1000, 960, 32, True), HostHit(1000, 960, 32, False)
-    same = [dataclasses.replace(result, host_hit=good) for result in results]
-    line = (
-        "960 of 1000 tokens of an evicted prompt came back from host memory; the next 32 are as after a hit"
-    )
-    assert f"host tier, every layout: {line}" in report.answers(same)
-    mixed = [dataclasses.replace(results[0], host_hit=good), dataclasses.replace(results[1], host_hit=bad)]
-    text = report.answers(mixed)
-    assert f"host tier, bf16: {line}" in text
-    assert "host tier, fp4: 960" in text
-    assert "are NOT as after a hit on the device" in text
-    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.answers(results)
-    assert f"host tier: {line}" in report.answers(same[1:])  # a single layout is not "every"
-
-
-def test_a_host_tier_where_there_is_room(monkeypatch):
-    """A server has a host tier where doctor finds memory for it; pages have 64 tokens in any case."""
-    from sgl_kvpool.commands.doctor.probes import Finding
-    from sgl_kvpool.demo import compare
-    from sgl_kvpool.demo.model import choose
-    from sgl_kvpool.layout import MLAKVCacheLayout
-
-    for host_tier_bytes, wanted in ((None, False), (0, False), (3 << 30, False), (5 << 30, True)):
-        monkeypatch.setattr(compare, "host", lambda n=host_tier_bytes: Finding({"host_tier_bytes": n}))
-        server = compare.layout_server(choose("bytes", print), MLAKVCacheLayout.FP4, 1, "log")
-        assert ("--enable-hierarchical-cache" in server.arguments) == wanted
-        assert ("--page-size", "64") in zip(server.arguments, server.arguments[1:], strict=False)
-
-
-def test_unequal_texts_are_not_compared():
-    with pytest.raises(ValueError):
-        compare_scores(Scores([[-1.0]], [[1]]), Scores([[-1.0], [-1.0]], [[1], [1]]))
-    with pytest.raises(ValueError, match="windows of other lengths"):
-        compare_scores(Scores([[-1.0, -1.0]], [[1, 1]]), Scores([[-1.0]], [[1]]))
-
-
 @pytest.fixture
 def results(bf16):
     fp4 = dataclasses.replace(
@@ -129,53 +79,26 @@ def results(bf16):
         tokens=45371,
         perplexity=3.012,
         difference=Difference(0.004, 0.0012, 0.98765, 0.0123, 0.00045),
+        hidden=[True, False],
     )
     return [bf16, fp4]
 
 
+def test_a_wrong_hit_in_the_host_tier_is_said(results):
+    hits = [HostHit(1000, 960, 32, same) for same in (True, False)]
+    text = report.answers([dataclasses.replace(r, host_hit=h) for r, h in zip(results, hits, strict=True)])
+    assert "host tier, bf16: 960 of 1000 tokens of an evicted prompt came back from host memory" in text
+    assert "are NOT as after a hit on the device" in text.partition("host tier, fp4: 960")[2]
+    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.answers(results)
+
+
 def test_table(results):
     lines = report.table(results, "byte").splitlines()
-    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-", "-"]
-    expected = "fp4 416 45371 3.0120 +0.40 % (0.12) 0.01230 (0.00045) 98.77 %"
+    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-", "-", "-"]
+    expected = "fp4 416 45371 3.0120 +0.40 % (0.12) 0.01230 (0.00045) 98.77 % 1 of 2"
     assert lines[3].split() == expected.split()
-    assert len(lines) == 4
-    assert len({len(line) for line in lines}) == 1
-
-
-def test_table_with_hidden_numbers(results):
-    found = [dataclasses.replace(one, pool_bytes=None, hidden=[True, n > 0]) for n, one in enumerate(results)]
-    lines = report.table(found, "token").splitlines()
-    assert [line.rpartition("  ")[2].strip() for line in lines] == [
-        "hidden numbers",
-        "found",
-        "1 of 2",
-        "2 of 2",
-    ]
-    assert "the pool" in lines[1]
-
-
-def test_a_change_of_zero_is_printed_without_a_minus_sign(results):
-    same = dataclasses.replace(results[1], difference=Difference(-1e-7, 1e-7, 1.0))
-    assert "+0.00 % (0.00)" in report.table([results[0], same], "byte")
-
-
-def test_table_without_bf16_says_why_there_are_no_differences(results):
     alone = dataclasses.replace(results[1], difference=None)
-    text = report.table([alone], "byte")
-    assert "bf16 was not among --layouts" in text
-    assert "bf16 was not among" not in report.table(results, "byte")
-
-
-def test_json_round_trip(tmp_path, results):
-    report.write_json(tmp_path / "demo.json", results, {"cores": 2})
-    fields = json.loads((tmp_path / "demo.json").read_text())
-    assert fields["schema"] == 1
-    assert fields["cores"] == 2
-    first, second = fields["results"]
-    first["greedy"] = [Greedy(**one) for one in first["greedy"]]
-    assert report.Result(**first) == results[0]
-    assert Difference(**second.pop("difference")) == results[1].difference
-    assert second["perplexity"] == 3.012
+    assert "bf16 was not among --layouts" in report.table([alone], "byte")
 
 
 FACTS = {
@@ -189,59 +112,14 @@ FACTS = {
 }
 
 
-@pytest.fixture
-def texts(monkeypatch):
-    """`texts(results)`: every text of the plot; the pixels go to the folder of the test."""
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(
-        figure.Figure, "savefig", lambda self, path, dpi: drawn.append((self, self.canvas.print_png(path)))
-    )
-
-    def draw(path, results):
-        from matplotlib.text import Text
-
-        report.write_plot(path, results, "a model", FACTS)
-        return drawn[-1][0], [text.get_text() for text in drawn[-1][0].findobj(Text)]
-
-    return draw
-
-
-def test_plot_names_what_was_measured_where_and_when(tmp_path, results, texts):
-    image = pytest.importorskip("matplotlib.image")
-    _figure, shown = texts(tmp_path / "demo.png", results)
-    title = (
-        "a model, served once per layout\na processor, 2 cores, SGLang 0.5.23, 1024 bytes scored, 2026-11-24"
-    )
-    assert title in shown
-    for result in results:
-        assert f"{result.layout}\n{result.row_bytes}-byte rows" in shown
-        assert f"{result.tokens}" in shown
-    assert {"reference", "+0.40 % (0.12)"} <= set(shown)
-    pixels = image.imread(tmp_path / "demo.png")
-    # Something is drawn, on a background.
-    assert 0.5 < (pixels[..., :3].min(axis=-1) > 0.99).mean() < 0.99
-
-
-def test_plot_has_a_visible_standard_error(tmp_path, results, texts):
-    figure, _ = texts(tmp_path / "demo.png", results)
-    _, right = figure.axes
-    (lines,) = (one for one in right.containers if hasattr(one, "has_xerr"))
-    (bars,) = lines.lines[2]
-    error = 100 * results[1].difference.standard_error
-    (begin, _), (end, _) = bars.get_segments()[1]
-    assert end - begin == pytest.approx(2 * error)
-
-
-def test_plot_without_bf16_shows_perplexities(tmp_path, results, texts):
-    _, shown = texts(tmp_path / "demo.png", [dataclasses.replace(results[1], difference=None)])
-    assert "perplexity per byte, lower is better" in shown
-    assert "reference" not in shown
-
-
-def test_a_committed_json_is_drawn_again(tmp_path, results, monkeypatch):
+def test_results_are_read_and_drawn_again(tmp_path, results, monkeypatch):
     pytest.importorskip("matplotlib")
     report.write_json(tmp_path / "demo.json", results, FACTS)
+    fields = json.loads((tmp_path / "demo.json").read_text())
+    assert (fields["schema"], fields["cores"]) == (1, 2)
+    first = fields["results"][0]
+    first["greedy"] = [Greedy(**one) for one in first["greedy"]]
+    assert report.Result(**first) == results[0]
     files = [str(tmp_path / name) for name in ("demo.json", "again.png")]
     monkeypatch.setattr(sys, "argv", ["report", *files, "a model"])
     assert report.main() == 0

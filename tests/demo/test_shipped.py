@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts.byte_model import read_config, read_model
-from sgl_kvpool.demo.model import geometry, held_out_windows, model_path
+from sgl_kvpool.demo.model import held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 
@@ -86,12 +86,3 @@ def test_goldens_are_decided_by_more_than_rounding():
         for answer in answers:
             assert len(answer["token_ids"]) == 48
             assert len(set(answer["token_ids"])) >= 12, layout
-
-
-def test_geometry_is_the_models():
-    config = read_config(model_path())
-    assert (
-        geometry(model_path())
-        == (config.layers, config.kv_lora_rank, config.qk_rope_head_dim)
-        == (3, 512, 64)
-    )

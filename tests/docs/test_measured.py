@@ -1,8 +1,8 @@
-"""docs/accuracy.md and docs/benchmarks.md have the numbers of their script and of committed JSON."""
+"""Tables and pictures of the pages have the numbers of their scripts and of committed JSON."""
 
 import pytest
 
-from scripts.figures import page_tables, tables
+from scripts.figures import draw_rows, page_tables, tables
 
 TABLES = [(page, name) for page, found in tables.PAGES.items() for name in found]
 
@@ -24,3 +24,8 @@ def test_every_layout_and_file_is_on_a_page():
     files = {file.name for file in (tables.DOCS / "benchmarks").iterdir()}
     assert [name for name in files if f"(benchmarks/{name})" not in pages] == []
     assert all(f"| `{layout}` " in tables.cpu_table() for layout in tables.LAYOUTS)
+
+
+@pytest.mark.parametrize("path", draw_rows.PICTURES, ids=lambda path: path.stem)
+def test_the_picture_is_what_the_script_draws(path):
+    assert path.read_text() == draw_rows.PICTURES[path](), "run python -m scripts.figures.draw_rows --write"

@@ -97,22 +97,8 @@ def test_quoted_messages_are_in_the_source(page, quotation, texts):
     assert any(is_quoted_from(variant, text) for variant in variants for text in texts), quotation
 
 
-def test_there_are_quotations():
-    pages = [page for page, _ in QUOTATIONS]
-    assert pages.count("operating.md") > 8
-    assert {"developing.md", "transfer.md"} <= set(pages)
-
-
 def test_a_kind_stands_in_one_table():
     assert not FAILURES.keys() & UNCACHED.keys()
-
-
-def test_what_is_not_in_the_source_is_noticed(texts):
-    good = "... cannot read rows of --kv-cache-arrangement ..."
-    assert not any(is_quoted_from("... cannot read lines of ... leave it out", text) for text in texts)
-    assert is_quoted_from("... cannot read ... of ...", f"{VALUE} cannot read rows of {VALUE} {VALUE}")
-    assert not is_quoted_from("... of ... cannot read ...", f"{VALUE} cannot read rows of {VALUE}")
-    assert pieces_of(good) == ["cannot read rows of --kv-cache-arrangement"]
 
 
 def test_links_between_pages_lead_somewhere():
