@@ -55,7 +55,7 @@ LIMITS = {
         },
     ),
     # Sparse attention, index keys rounded to e4m3. Distances as above: 0.035, 0.031 and 0.112; in float32
-    # 0.009. tilelang, which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). The share of
+    # 0.009. tilelang, which reads fp8, rounds queries too (tests/gpu/test_server_gpu.py). The share of
     # equal most probable tokens was not measured: its margins are V3's with a reserve for selections that
     # differ.
     "v32": _by_layout(
@@ -68,8 +68,7 @@ LIMITS = {
         },
     ),
     # Two of its six layers have rows. Distances as above: 0.03, 0.03 and 0.09; in float32 0.02. The rounding
-    # of the other layers exceeds that of FP8 rows (tests/gpu/test_hybrid_server_gpu.py). With FP8 rows 0.96
-    # of the most probable tokens are the same.
+    # of the other layers exceeds that of FP8 rows, with which 0.96 of the most probable tokens are the same.
     "kimi": _by_layout(
         "LIMITS[kimi]",
         {
@@ -96,5 +95,5 @@ LIMITS = {
 #: Least share of equal tokens after a host hit and after a device hit: rows and kernels are the same.
 SAME_TOKENS = 1.0
 #: With sparse attention the order of top-k is not deterministic, so sums have no fixed order. If two tokens
-#: are equally likely, the following tokens of that prompt differ (tests/gpu/test_dsa_server_gpu.py).
+#: are equally likely, the following tokens of that prompt differ (tests/gpu/test_server_gpu.py).
 SAME_TOKENS_SPARSE = 0.8

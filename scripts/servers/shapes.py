@@ -1,6 +1,6 @@
 """Served models and their arguments: small random models on a GPU, the demo's on a CPU.
 
-The random models' arguments follow tests/gpu/test_*server_gpu.py, with other sizes of batches and pools.
+The random models' arguments follow tests/gpu/test_server_gpu.py, with other sizes of batches and pools.
 """
 
 import random

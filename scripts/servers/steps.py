@@ -84,21 +84,20 @@ def _core(options: Options) -> list[Step]:
 def _with_sglang(options: Options) -> list[Step]:
     """Tests on a GPU with SGLang."""
     found = [
-        # It reuses the cases of a CPU test, which imports hypothesis.
+        # They reuse cases of CPU tests, which import hypothesis.
         checks(
-            "cuda_backend", "kvpool_mla below the server, byte views", 1800, *_TOGETHER,
-            TESTS + "cuda_backend_gpu.py", TESTS + "byte_views_gpu.py", needs=(*_SGLANG, "hypothesis"),
-            expected_s=240,
+            "cuda_backend", "kvpool_mla below the server", 1800, *_TOGETHER, TESTS + "cuda_backend_gpu.py",
+            needs=(*_SGLANG, "hypothesis"), expected_s=240,
         ),
         checks(
-            "dsa_rows", "656-byte rows read by FlashMLA", 900, *_TOGETHER, TESTS + "dsa_rows_gpu.py",
-            needs=_SGLANG, expected_s=60,
+            "dsa_backend", "SGLang's DSA backend over every layout", 900, *_TOGETHER,
+            TESTS + "dsa_backend_gpu.py", needs=(*_SGLANG, "hypothesis"), expected_s=60,
         ),
     ]  # fmt: skip
-    for name in ("", "dsa_", "hybrid_") if options.thorough else ():
-        what = "graphs, MTP, mixed batches, host hits of servers"
-        words, needs = (*_TOGETHER, f"{TESTS}{name}server_gpu.py"), (*_SGLANG, "plugin", "transformers")
-        found.append(checks(f"{name}server", what, 3 * 3600, *words, needs=needs, expected_s=3600))
+    if options.thorough:
+        what, needs = "graphs, MTP, mixed batches, narrower hosts", (*_SGLANG, "plugin", "transformers")
+        words = (*_TOGETHER, f"{TESTS}server_gpu.py")
+        found.append(checks("server", what, 3 * 3600, *words, needs=needs, expected_s=3600))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Mistakes around CUDA graphs and overlap scheduling, made on purpose: the device notices each by name."""
+"""Mistakes around CUDA graphs, made on purpose: the device notices each by name."""
 
 from dataclasses import replace
 
@@ -9,11 +9,9 @@ pytest.importorskip("sglang")
 from graph_runners import Model, batch_of, eager, model_runner, publish_one_rank
 from test_cuda_backend_gpu import Case
 from test_graph_runners_gpu import LENGTHS, as_eager, frozen_garbage, no_waits  # noqa: F401
-from test_overlap_gpu import Overlapped, overlapped
 
 from emulated_cuda.memory import MemoryFault
 from emulated_cuda.operators import HostWait
-from emulated_cuda.order import OrderFault
 from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, KVLens
 
@@ -107,36 +105,3 @@ def test_use_after_free_of_a_graphs_tensor(captured):
     runner.backend.cleanup()
     with pytest.raises(MemoryFault, match=r"test_graph_mutants\.py:\d+ uses memory of .* that was freed at"):
         found.hidden_states.sum()
-
-
-# ----------------------------------------------------------------------------------- overlap scheduling
-
-
-@pytest.fixture(scope="module")
-def server():
-    return overlapped("fp4")[2]
-
-
-def test_a_request_table_written_before_the_last_layer_has_read_it(server, monkeypatch):
-    """Every layer reads SGLang's request table, so `shared_read_ends` must not say PRE_REPLAY."""
-    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
-
-    early = SharedReadEnds.PRE_REPLAY
-    monkeypatch.setattr(KVPoolMLACudaBackend, "shared_read_ends", lambda self, mode: early)
-    with pytest.raises(OrderFault, match=r"test_overlap_gpu\.py.*writes on .* what gluon_decode_kernel"):
-        server.run([5, 9, 33])
-    torch.cuda.synchronize()
-
-
-def test_a_result_read_before_its_copy_is_done(server, monkeypatch):
-    monkeypatch.setattr(Overlapped, "finish", lambda self, result: result.next_token_ids.tolist())
-    with pytest.raises(OrderFault, match=r"reads on the host what copy to the host at .* wrote on stream"):
-        server.run([5, 9, 33])
-    torch.cuda.synchronize()
-
-
-def test_a_forward_that_does_not_wait_for_the_scheduler(server, monkeypatch):
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
-    with pytest.raises(OrderFault, match=r"reads on stream .* what .* at gpu/test_overlap_gpu\.py:\d+ wrote"):
-        server.run([5, 9, 33])
-    torch.cuda.synchronize()

@@ -1,20 +1,27 @@
-"""SGLang's own DeepSeek classes served on a GPU in every layout: graphs, chunks, prefix hits, MTP, host hits.
+"""Servers on a GPU beyond those of `scripts/h100_regression.py`: eager, MTP, mixed batches, narrower hosts.
 
-A server start takes a minute or more: each configuration is started once and asked everything.
+Models are SGLang's own classes with small random checkpoints. A server start takes a minute or more: each
+configuration is started once and asked everything. `tests/sglang_plugin/test_regression_servers.py` resolves
+their arguments on a CPU.
 """
 
+import importlib.util
 import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 import random_deepseek
+import random_hybrid
 import torch
-from codec_oracle import LAYOUTS
 
 from scripts.servers.limits import LIMITS
 from sgl_kvpool.demo.server import Server, free_port
 
-#: Marks of tests of servers.
-pytestmark = SERVED = [
+pytestmark = [
     pytest.mark.gpu,
     pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -22,114 +29,175 @@ pytestmark = SERVED = [
     pytest.mark.timeout(1800),
 ]
 
-GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-LAYOUT = "--kv-cache-layout"
-KVPOOL = ("--attention-backend", "kvpool_mla")
+
+def installed(package, files="*"):
+    found = importlib.util.find_spec(package)
+    return found is not None and any(Path(found.submodule_search_locations[0]).glob(files))
+
+
+# A box may have SGLang without its largest wheels.
+FA3, DEEP_GEMM = installed("sgl_kernel", "flash_ops*"), installed("deep_gemm")
+FP4, TILES = ("--kv-cache-layout", "fp4"), ("--kv-cache-layout", "fp8_block_scale")
+#: SGLang without us, whose triton backend reads BF16 rows; with sparse attention fa3 is its choice on Hopper.
+STOCK = ("--attention-backend", "triton")
+STOCK_SPARSE = ("--kv-cache-dtype", "bfloat16", *(() if FA3 else ("--dsa-decode-backend", "flashmla_sparse")))
+STOCK_656 = ("--kv-cache-dtype", "fp8_e4m3")
+SCALED = ("--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "flashmla_kv")
+EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
+MIXED = ("--enable-mixed-chunk", "--decode-log-interval", "1")
 MTP = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 )
 #: The device pool holds about two prompts, so that the third pushes the first one out.
 HOST_TIER = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "8", "--page-size", "64"),
-    *("--max-total-tokens", "2048", "--enable-cache-report"),
+    *("--kv-cache-layout", "bf16", "--attention-backend", "kvpool_mla", "--kv-host-layout", "fp4"),
+    *("--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-write-policy", "write_through"),
+    *("--page-size", "64", "--max-total-tokens", "2048", "--enable-cache-report"),
 )
-EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
+FIX = {"KVPOOL_FIX_TOPK": "1"}
+#: Up to this many tokens, and where no graph runs, Hopper attends a prompt densely without asking the
+#: indexer.
+DENSE_UP_TO = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 
-#: name: (model, arguments)
+#: (shape, name): (arguments, environment)
 SERVERS = {
-    # The peer: SGLang without us, whose triton backend reads BF16 rows.
-    "stock": ("deepseek_v3", ("--attention-backend", "triton")),
-    **{layout: ("deepseek_v3", (LAYOUT, layout, *KVPOOL)) for layout in LAYOUTS},
-    "fp4-eager": ("deepseek_v3", (LAYOUT, "fp4", *EAGER)),
-    "fp8_block_scale-eager": ("deepseek_v3", (LAYOUT, "fp8_block_scale", *EAGER)),
-    "fp4-page64": ("deepseek_v3", (LAYOUT, "fp4", "--page-size", "64")),
-    "fp4-token_major": ("deepseek_v3", (LAYOUT, "fp4", "--kv-cache-arrangement", "token_major")),
-    "fp4-page_major": (
-        "deepseek_v3",
-        (LAYOUT, "fp4", "--kv-cache-arrangement", "page_major", "--page-size", "64"),
-    ),
-    "stock-mtp": ("deepseek_v3", ("--attention-backend", "triton", *MTP)),
-    "bf16-mtp": ("deepseek_v3", (LAYOUT, "bf16", *KVPOOL, *MTP)),
-    "fp4-mtp": ("deepseek_v3", (LAYOUT, "fp4", *MTP)),
-    "fp8_block_scale-mtp": ("deepseek_v3", (LAYOUT, "fp8_block_scale", *MTP, "--page-size", "64")),
-    "fp4-mtp-eager": ("deepseek_v3", (LAYOUT, "fp4", *MTP, *EAGER)),
-    "fp4-host": ("deepseek_v3", (LAYOUT, "fp4", *HOST_TIER)),
-    "bf16-on-fp4": ("deepseek_v3", (LAYOUT, "bf16", *KVPOOL, "--kv-host-layout", "fp4", *HOST_TIER)),
-    "kimi-stock": ("kimi_k2", ("--attention-backend", "triton")),
-    "kimi-fp4": ("kimi_k2", (LAYOUT, "fp4")),
+    (shape, name): (arguments, more[0] if more else {})
+    for shape, servers in {
+        "deepseek_v3": {
+            "fp4": (FP4,),
+            "fp4-eager": ((*FP4, *EAGER),),
+            "fp8_block_scale": (TILES,),
+            "stock-mtp": ((*STOCK, *MTP),),
+            "fp4-mtp": ((*FP4, *MTP),),
+            "fp8_block_scale-mtp": ((*TILES, *MTP, "--page-size", "64"),),
+            "bf16-on-fp4": (HOST_TIER,),
+        },
+        "kimi_k2": {"stock": (STOCK,), "fp4": (FP4,)},
+        "deepseek_v32": {
+            "fp4-mixed": ((*FP4, *MIXED),),
+            "fp4-eager": ((*FP4, *EAGER),),
+            "fp4-dense": ((*FP4, *EAGER), {DENSE_UP_TO: ""}),
+            "fp8_block_scale-mixed": ((*TILES, *SCALED, *MIXED),),
+            "stock-mtp": ((*STOCK_656, *MTP),),
+            "fp4-mtp": ((*FP4, *MTP),),
+            "fp8_block_scale-mtp": ((*TILES, *MTP),),
+            "stock-656-mixed": ((*STOCK_656, *SCALED, *MIXED),),
+            "fixed-656-mixed": ((*STOCK_656, *SCALED, *MIXED), FIX),
+        },
+        "glm5": {"stock": (STOCK_SPARSE,), "fp4": (FP4,)},
+        "kimi_linear": {
+            "fp4": (FP4,),
+            "fp4-eager": ((*FP4, *EAGER),),
+            # One token per page, requests one step after the other, and states at the ends of chunks only.
+            "fp4-no_buffer": (
+                (*FP4, "--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+            ),
+            "bf16-on-fp4": (HOST_TIER,),
+        },
+        "lightning": {
+            "stock": (STOCK,),
+            "fp4": (FP4,),
+            "stock-mtp": ((*STOCK, *MTP),),
+            "fp4-mtp": ((*FP4, *MTP),),
+        },
+    }.items()
+    for name, (arguments, *more) in servers.items()
 }
-#: Each server against BF16 rows: largest mean distance of log-probabilities.
-NEAR = {layout: one.near for layout, one in LIMITS["v3"].items()}
+#: Key of a shape's limits.
+LIKE = dict.fromkeys(random_deepseek.DENSE, "v3") | dict.fromkeys(random_deepseek.SPARSE, "v32")
+LIKE |= dict.fromkeys(("kimi_linear", "lightning"), "kimi")
 #: Largest difference in log-probability at the first position where two servers' tokens differ (`parting`):
 #: FP4 rows of DeepSeek-V3.2's shape change log-probabilities by at most 0.63 at 99 of 100 positions. One in
-#: fifty random tokens is within this margin of the most likely one.
+#: fifty random tokens is within this margin of the most likely one. Tokens may differ where two are about as
+#: likely: batches round sums otherwise, and the order of top-k lists is not determined.
 MARGIN = 1.0
 TOP = 40
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+#: Tokens of a chunk of a prefill; a state of linear attention is kept at its end.
+CHUNK = 256
 
 
 def tokens(seed, count):
     return random.Random(seed).choices(range(3, random_deepseek.VOCAB), k=count)
 
 
-#: Unequal lengths; the third begins like the second (a prefix hit); the fourth fills more than three chunks.
-SHARED = tokens(1, 300)
-#: Five: a batch of them replays the graph of a larger one, padded.
-PROMPTS = [tokens(0, 5), SHARED, SHARED[:200] + tokens(2, 77), tokens(3, 900), tokens(4, 40)]
+#: Unequal lengths; the third begins like the second, up to the end of a chunk (a prefix hit). A batch of five
+#: replays the graph of a larger one, padded.
+SHARED = tokens(1, 600)
+PROMPTS = [tokens(0, 5), SHARED, SHARED[: 2 * CHUNK] + tokens(2, 77), tokens(3, 900), tokens(4, 40)]
+LONG = tokens(1, 2608)
+#: All but the first are longer than what an indexer selects (`random_deepseek.INDEX_TOPK`). Last chunks are
+#: as long as a captured graph, so that eager prefills have the same shapes.
+SPARSE_PROMPTS = [tokens(0, 48), LONG, LONG[:2304] + tokens(2, 304), tokens(3, 4000), tokens(4, 2112)]
+#: What decodes while those arrive.
+RUNNING, MANY = [tokens(seed, 2112) for seed in (5, 6, 7)], {**GREEDY, "max_new_tokens": 600}
 
 
-def answers_of(tmp_path_factory, servers, write, ask, check=lambda name: None):
-    """`answers(name)`: what the server of that name said; it is started on first use.
-
-    `write` makes the checkpoint of a shape in a folder; `check` may skip a test before its server starts.
-    """
-    pytest.importorskip("sglang")
-    models, found, root = {}, {}, tmp_path_factory.mktemp("servers")
-
-    def get(name):
-        check(name)
-        shape = servers[name][0]
-        if shape not in models:
-            models[shape] = write(root / shape, shape)
-        if name not in found:
-            found[name] = ask(name, models[shape], root / f"{name}.log")
-        return found[name]
-
-    return get
+def prompts_of(shape):
+    return SPARSE_PROMPTS if shape in random_deepseek.SPARSE else PROMPTS
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return answers_of(tmp_path_factory, SERVERS, random_deepseek.write, ask)
+    """`answers(shape, name)`: what that server said; it is started on first use."""
+    pytest.importorskip("sglang")
+    models, found, root = {}, {}, tmp_path_factory.mktemp("servers")
+
+    def get(shape, name):
+        if name == "fp4-dense" and not FA3:
+            pytest.skip("needs kernels of SGLang's that are not installed")
+        if shape in random_deepseek.SPARSE and "mtp" in name and not DEEP_GEMM:
+            pytest.skip("deep_gemm is not installed: SGLang's torch indexer refuses MTP (dsa/utils.py:402)")
+        if shape not in models:
+            writer = random_deepseek if shape in random_deepseek.SHAPES else random_hybrid
+            models[shape] = writer.write(root / shape, shape)
+        if (shape, name) not in found:
+            found[shape, name] = ask(shape, name, models[shape], root / f"{shape}-{name}.log")
+        return found[shape, name]
+
+    return get
 
 
-def ask(name, model, log):
-    _, arguments = SERVERS[name]
+def ask(shape, name, model, log):
+    (arguments, environment), is_sparse = SERVERS[shape, name], shape in random_deepseek.SPARSE
     command = [
         *("--model-path", str(model), "--port", str(free_port()), "--skip-tokenizer-init"),
-        *("--context-length", "4096", "--mem-fraction-static", "0.3", "--chunked-prefill-size", "256"),
-        *("--cuda-graph-max-bs-decode", "8", "--random-seed", "0"),
-        *(() if "--max-total-tokens" in arguments else ("--max-total-tokens", "16384")),
+        *("--context-length", "8192" if is_sparse else "4096", "--chunked-prefill-size", str(CHUNK)),
+        *("--mem-fraction-static", "0.3", "--cuda-graph-max-bs-decode", "8", "--random-seed", "0"),
+        *(() if "--max-total-tokens" in arguments else ("--max-total-tokens", "32768")),
         *arguments,
     ]
-    # The log-probabilities of every prompt then depend on stored rows.
-    environment = {} if "stock" in name else {"KVPOOL_PREFILL_READS_ROWS": "1"}
+    if shape in random_hybrid.CONFIGS:
+        # SGLang would take half of the pool's memory for states; a running request has five.
+        command += ["--max-running-requests", "8", "--max-mamba-cache-size", "64"]
+    if is_sparse:
+        torch_indexer = {} if DEEP_GEMM else {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
+        environment = {DENSE_UP_TO: "0", "KVPOOL_FIX_TOPK": "0", **torch_indexer, **environment}
+        environment = {key: value for key, value in environment.items() if value}
+    elif "stock" not in name:  # the log-probabilities of every prompt then depend on stored rows
+        environment = {"KVPOOL_PREFILL_READS_ROWS": "1", **environment}
+    # Drafts are not compared by what else was likely.
+    top = {} if "mtp" in name else {"top_logprobs_num": TOP}
+    prompts = prompts_of(shape)
     with Server(command, log, environment, wait_seconds=1200) as server:
 
-        def generate(ids, **more):
-            return server.generate(input_ids=ids, sampling_params=GREEDY, return_logprob=True, **more)
+        def generate(ids, parameters=GREEDY, **more):
+            return server.generate(input_ids=ids, sampling_params=parameters, return_logprob=True, **more)
 
         said = {
-            "info": server.info(),
-            "one": [generate(ids) for ids in PROMPTS],
-            "batch": generate(PROMPTS),
-            "prompts": [generate(ids, logprob_start_len=0) for ids in PROMPTS],
+            "one": [generate(ids, **top) for ids in prompts],
+            "batch": generate(prompts),
+            "prompts": [generate(ids, logprob_start_len=0) for ids in prompts],
         }
-        if "host" in name or "on-" in name:
-            # After a flush, the device hit reads rows that were computed, not loaded.
+        if "mixed" in name:
+            said["running"] = [generate(ids, MANY, **top) for ids in RUNNING]
+            said["mixed"], said["mixed_log"] = serve_mixed(server, log)
+        if "on-fp4" in name:
+            # After a flush, the device hit reads rows and a state that were computed, not loaded.
             server.get("/flush_cache?timeout=30")
             generate(PROMPTS[3])
-            said["device_hit"] = generate(PROMPTS[3], top_logprobs_num=TOP)
+            said["device_hit"] = generate(PROMPTS[3], **top)
             for seed in (10, 11, 12):
                 generate(tokens(seed, 900))
             said["host_hit"], said["device_hit_again"] = generate(PROMPTS[3]), generate(PROMPTS[3])
@@ -137,8 +205,38 @@ def ask(name, model, log):
     return said
 
 
-def generated(answer):
-    return [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+def serve_mixed(server, log):
+    """Answers to prompts that arrive while others decode (None if the server ended), and the log meanwhile.
+
+    Without log-probabilities: SGLang does not mix a batch with a request for them (scheduler.py:4379).
+    """
+    server.get("/flush_cache?timeout=30")
+    before = len(log.read_text(errors="replace"))
+
+    def said():
+        return log.read_text(errors="replace")[before:]
+
+    try:
+        with ThreadPoolExecutor(len(RUNNING) + len(SPARSE_PROMPTS)) as threads:
+            asked = [threads.submit(server.generate, input_ids=i, sampling_params=MANY) for i in RUNNING]
+            while "Decode batch" not in said() and not any(one.done() for one in asked):
+                time.sleep(0.02)
+            for ids in SPARSE_PROMPTS:
+                asked.append(threads.submit(server.generate, input_ids=ids, sampling_params=GREEDY))
+                time.sleep(0.1)
+        return [one.result() for one in asked], said()
+    except (OSError, HTTPException):
+        time.sleep(2)  # the reason is logged after the connection is gone
+        return None, said()
+
+
+def decoded_with_prompts(said):
+    """Tokens that came out of mixed batches: all but each answer's first token and those of decode batches.
+
+    The log has a line for each batch that only decodes, with its number of requests.
+    """
+    alone = re.findall(r"Decode batch[^\n]*?#running-req: (\d+)", said["mixed_log"])
+    return sum(len(answer["output_ids"]) - 1 for answer in said["mixed"]) - sum(map(int, alone))
 
 
 def logprobs(answer):
@@ -152,9 +250,7 @@ def distance(a, b):
 
 
 def parting(first, second):
-    """At the first difference: how much less likely the first server finds the second's token than its
-    own.
-    """
+    """At the first difference: how much less likely the first finds the second's token than its own."""
     told, other = first["output_ids"], second["output_ids"]
     assert len(told) == len(other)
     for position, (token, instead) in enumerate(zip(told, other, strict=True)):
@@ -164,100 +260,127 @@ def parting(first, second):
     return 0.0
 
 
-def partings(first, second):
-    return [parting(a, b) for a, b in zip(first, second, strict=True)]
+def say_the_same(first, second):
+    parted = [parting(a, b) for a, b in zip(first, second, strict=True)]
+    assert max(parted) < MARGIN, parted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probabilities_are_close_to_bf16(layout, answers):
-    found = distance(answers(layout), answers("stock"))
-    assert found < NEAR[layout], found
-    if layout != "bf16":
-        assert found > NEAR["bf16"], f"{found}: another layout was served, or rows were not read"
+def are_the_same(shape, found, wanted):
+    """Two servers with the same rows: their tokens, and the prompts' log-probabilities."""
+    say_the_same(wanted["one"], found["one"])
+    assert distance(found, wanted) < LIMITS[LIKE[shape]]["bf16"].near
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_batch_with_prefix_hits_says_what_single_requests_said(layout, answers):
-    """Rows of the radix cache, other batches and splits: answers may differ where two tokens are as
-    likely.
-    """
-    found = answers(layout)
-    same = [
-        a == b
-        for x, y in zip(found["one"], found["batch"], strict=True)
-        for a, b in zip(generated(x), generated(y), strict=True)
-    ]
-    assert sum(same) >= 0.8 * len(same), f"{sum(same)} of {len(same)}"
+@pytest.mark.parametrize("shape", ["kimi_k2", "glm5", "lightning"])
+def test_other_shapes_are_close_to_stock_sglang(shape, answers):
+    """If nearer than the lower limit, another layout was served, or rows were not read."""
+    found, limits = distance(answers(shape, "fp4"), answers(shape, "stock")), LIMITS[LIKE[shape]]["fp4"]
+    assert limits.far < found < limits.near
 
 
-@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
-def test_graphs_and_eager_give_the_same_tokens(layout, answers):
-    graph, eager = answers(layout), answers(f"{layout}-eager")
-    assert [generated(a) for a in graph["one"]] == [generated(a) for a in eager["one"]]
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ("deepseek_v3", "fp4"),
+        ("deepseek_v32", "fp4-mixed"),
+        ("kimi_linear", "fp4"),
+        ("kimi_linear", "fp4-no_buffer"),
+        ("lightning", "fp4"),
+    ],
+)
+def test_a_batch_with_prefix_hits_says_what_single_requests_said(shape, name, answers):
+    """Hybrids reuse rows and states of the tree."""
+    found = answers(shape, name)
+    assert found["one"][2]["meta_info"]["cached_tokens"] >= 2 * CHUNK
+    say_the_same(found["one"], found["batch"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "graph"), [("deepseek_v3", "fp4"), ("deepseek_v32", "fp4-mixed"), ("kimi_linear", "fp4")]
+)
+def test_graphs_and_eager_say_the_same(shape, graph, answers):
+    graph, eager = answers(shape, graph), answers(shape, "fp4-eager")
+    are_the_same(shape, eager, graph)
+    if shape == "deepseek_v3":  # whose order of sums is determined
+        assert [a["output_ids"] for a in graph["one"]] == [a["output_ids"] for a in eager["one"]]
     # SGLang says in every line on decoding whether a graph was replayed.
     assert "cuda graph: True" in graph["log"]
     assert "cuda graph: True" not in eager["log"]
 
 
-@pytest.mark.parametrize(("arrangement", "plain"), [("token_major", "fp4"), ("page_major", "fp4-page64")])
-def test_arrangements_give_the_same_tokens(arrangement, plain, answers):
-    """With pages of one size: another size changes a prefill's chunks, and so how their sums are rounded."""
-    packed, other = answers(plain), answers(f"fp4-{arrangement}")
-    assert [generated(a) for a in packed["one"]] == [generated(a) for a in other["one"]]
+def test_short_prompts_attended_densely_say_the_same(answers):
+    """Until a prompt is longer than what is selected, all of it is selected."""
+    dense = answers("deepseek_v32", "fp4-dense")
+    assert "Set dense attention kv len threshold to model index_topk" in dense["log"]
+    are_the_same("deepseek_v32", dense, answers("deepseek_v32", "fp4-eager"))
 
 
-def accepted(answer):
-    return [a["meta_info"]["spec_accept_length"] for a in answer["one"]]
+@pytest.mark.parametrize(
+    ("shape", "layout", "plain"),
+    [
+        ("deepseek_v3", "fp4", "fp4"),
+        ("deepseek_v3", "fp8_block_scale", "fp8_block_scale"),
+        ("deepseek_v32", "fp4", "fp4-mixed"),
+        ("deepseek_v32", "fp8_block_scale", "fp8_block_scale-mixed"),
+        ("lightning", "fp4", "fp4"),
+    ],
+)
+def test_mtp(shape, layout, plain, answers):
+    """What decoding one by one says, and drafts as good as SGLang's.
 
-
-@pytest.mark.parametrize("name", ["fp4-mtp", "fp8_block_scale-mtp", "fp4-mtp-eager"])
-def test_mtp_says_what_decoding_one_by_one_says(name, answers):
-    """Verified with four queries per request, not one: answers may differ where two tokens are as likely."""
-    drafted, plain = answers(name), answers(name.split("-")[0])
-    same = [
-        a == b
-        for x, y in zip(drafted["one"], plain["one"], strict=True)
-        for a, b in zip(generated(x), generated(y), strict=True)
-    ]
-    assert sum(same) >= 0.8 * len(same), f"{sum(same)} of {len(same)}"
-    assert distance(drafted, plain) < NEAR["bf16"]
-
-
-def test_drafts_are_as_good_as_sglangs(answers):
-    """Verification corrects a draft's tokens, so wrong rows of a draft only show in how many are accepted.
-
-    The draft's layer is random, so few are accepted; the number must agree where the computation is the same.
+    Verification corrects a draft's tokens, so wrong rows of a draft only show in how many are accepted.
     """
-    assert accepted(answers("fp4-mtp")) == accepted(answers("fp4-mtp-eager"))
-    ours, stock = (sum(accepted(answers(name))) / len(PROMPTS) for name in ("bf16-mtp", "stock-mtp"))
-    assert abs(ours - stock) < 0.1 * stock
+    drafted = answers(shape, f"{layout}-mtp")
+    are_the_same(shape, drafted, answers(shape, plain))
+    ours, stock = (
+        sum(answer["meta_info"]["spec_accept_length"] for answer in said["one"]) / len(said["one"])
+        for said in (drafted, answers(shape, "stock-mtp"))
+    )
+    assert abs(ours - stock) < 0.1 * stock, (ours, stock)
 
 
-@pytest.mark.parametrize("name", ["fp4-host", "bf16-on-fp4"])
-def test_host_hits(name, answers):
-    """Rows come back from the host: the same bytes, or narrower rows.
+@pytest.mark.parametrize("shape", ["deepseek_v3", "kimi_linear"])
+def test_hits_on_a_narrower_host(shape, answers):
+    """Rows, and a state, come back from the host.
 
-    A device hit after the host hit would read the loaded rows, right or wrong. The device hit before it reads
-    neither those nor narrower rows.
+    A device hit after the host hit would read what was loaded, right or wrong. The device hit before it reads
+    neither that nor narrower rows.
     """
-    found = answers(name)
-    hits = ("device_hit", "host_hit", "device_hit_again")
-    assert all(found[hit]["meta_info"]["cached_tokens"] >= 832 for hit in hits)
-    details = {hit: found[hit]["meta_info"]["cached_tokens_details"] for hit in hits}
-    assert details["device_hit"]["host"] == details["device_hit_again"]["host"] == 0
-    assert details["host_hit"]["host"] > 0
-    assert generated(found["host_hit"]) == generated(found["device_hit_again"])
-    if "on-" in name:
-        assert max(partings([found["device_hit"]], [found["host_hit"]])) < MARGIN
-    else:
-        assert generated(found["host_hit"]) == generated(found["device_hit"])
+    found = answers(shape, "bf16-on-fp4")
+    hits = {name: found[name]["meta_info"] for name in ("device_hit", "host_hit", "device_hit_again")}
+    assert all(hit["cached_tokens"] >= 832 for hit in hits.values())
+    details = [hit["cached_tokens_details"]["host"] for hit in hits.values()]
+    assert details[0] == details[2] == 0 < details[1]
+    assert found["host_hit"]["output_ids"] == found["device_hit_again"]["output_ids"]
+    say_the_same([found["device_hit"]], [found["host_hit"]])
 
 
-def test_kimi_shapes(answers):
-    found = distance(answers("kimi-fp4"), answers("kimi-stock"))
-    assert NEAR["bf16"] < found < NEAR["fp4"], found
+@pytest.mark.parametrize("name", ["fp4-mixed", "fp8_block_scale-mixed", "fixed-656-mixed"])
+def test_mixed_batches_say_what_requests_served_alone_say(name, answers):
+    found = answers("deepseek_v32", name)
+    assert found["mixed"] is not None, found["mixed_log"][-3000:]
+    assert decoded_with_prompts(found) > 30
+    # Graphs of prefills are where stock SGLang goes wrong, see below.
+    assert re.search(r"Prefill batch.*#running-req: [1-9].*cuda graph: True", found["mixed_log"])
+    say_the_same([*found["running"], *found["one"]], found["mixed"])
 
 
-def test_the_layout_is_what_the_server_says(answers):
-    assert answers("fp4")["info"]["kv_cache_layout"] == "fp4"
-    assert "416 bytes per token and layer" in answers("fp4")["log"]
+def test_stock_sglang_gets_mixed_batches_of_656_byte_rows_wrong(answers):
+    """What `KVPOOL_FIX_TOPK=1` mends: in 0.5.23 the server ends with the first mixed batch.
+
+    From reading the source: the graph of a prefill plans its metadata from the batch as it is, MIXED, so for
+    PAGED lists (prefill_cuda_graph_runner.py:2123, dsa_backend.py:4101), and is replayed as EXTEND (:1953),
+    for which the indexer makes RAGGED lists and finds no offsets (dsa_topk_backend.py:215). Eager prefills
+    are right: they turn MIXED into EXTEND before anything else (eager_runner.py:215). If the server does not
+    end, its tokens have to be wrong: otherwise the fix is not needed. The fix changes nothing else.
+    """
+    stock = answers("deepseek_v32", "stock-656-mixed")
+    # Requests one by one are served, with the same rows as ours.
+    for name in ("fp8_block_scale-mixed", "fixed-656-mixed"):
+        are_the_same("deepseek_v32", answers("deepseek_v32", name), stock)
+    if stock["mixed"] is None:
+        assert "RAGGED topk_transform requires topk_indices_offset" in stock["log"]
+        return
+    assert decoded_with_prompts(stock) > 30, "no batch was mixed"
+    with pytest.raises(AssertionError):
+        say_the_same([*stock["running"], *stock["one"]], stock["mixed"])

@@ -8,8 +8,6 @@ import itertools
 import pytest
 import random_deepseek
 import random_hybrid
-import test_dsa_server_gpu
-import test_hybrid_server_gpu
 import test_server_gpu
 
 from scripts.kit.environment import OPTIONAL_MODULES, Machine
@@ -83,43 +81,46 @@ def test_every_server_of_a_random_model_is_accepted(name, view, models):
         check_eviction(request, found)
 
 
-GPU_TESTS = (test_server_gpu, test_dsa_server_gpu, test_hybrid_server_gpu)
-
-
 @pytest.fixture(scope="module")
 def checkpoints_of_tests(tmp_path_factory):
     """The checkpoints that the server tests of tests/gpu write."""
     root = tmp_path_factory.mktemp("models")
-    written = {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
-    return written | {
-        shape: random_hybrid.write(root / shape, shape) for shape in ("kimi_linear", "lightning")
+    shapes = dict.fromkeys(shape for shape, _ in test_server_gpu.SERVERS)
+    return {
+        shape: (random_hybrid if shape in random_hybrid.CONFIGS else random_deepseek).write(
+            root / shape, shape
+        )
+        for shape in shapes
     }
 
 
-@pytest.mark.parametrize(
-    ("tests", "name"),
-    [(tests, name) for tests in GPU_TESTS for name in tests.SERVERS],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_every_server_of_the_gpu_tests_is_accepted(tests, name, view, checkpoints_of_tests, monkeypatch):
+@pytest.mark.parametrize(("shape", "name"), test_server_gpu.SERVERS)
+def test_every_server_of_the_gpu_tests_is_accepted(shape, name, view, checkpoints_of_tests, monkeypatch):
     class Started(Exception):
         """Raised instead of starting a server."""
 
     def start(arguments, log, environment, **_):
         raise Started(arguments, environment)
 
-    monkeypatch.setattr(tests, "Server", start)
-    shape, is_sparse = tests.SERVERS[name][0], tests is test_dsa_server_gpu
+    monkeypatch.setattr(test_server_gpu, "Server", start)
     with pytest.raises(Started) as started:
-        tests.ask(name, checkpoints_of_tests[shape], "log")
+        test_server_gpu.ask(shape, name, checkpoints_of_tests[shape], "log")
     arguments, environment = started.value.args
     found = view(arguments, environment)
     layout = dict(itertools.pairwise(arguments)).get("--kv-cache-layout")
-    assert found.attention_backend in backends(layout, is_sparse)
+    assert found.attention_backend in backends(layout, shape in random_deepseek.SPARSE)
     assert found.enable_hierarchical_cache is ("--enable-hierarchical-cache" in arguments)
-    assert (found.speculative_algorithm == "EAGLE") is ("mtp" in name)
-    assert max(map(len, tests.PROMPTS)) + 32 < found.context_length
-    if tests is test_hybrid_server_gpu:
-        assert (found.uses_mamba_radix_cache, found.disable_radix_cache) == (True, False)
+    assert max(map(len, test_server_gpu.prompts_of(shape))) + 32 < found.context_length
+    if "mtp" in name:
+        assert found.speculative_algorithm == "EAGLE"
+        assert found.speculative_draft_model_path == found.model_path
+    if shape in random_hybrid.CONFIGS:
+        assert found.uses_mamba_radix_cache
         kept = "no_buffer" if "no_buffer" in name else "extra_buffer"
         assert found.mamba_radix_cache_strategy == kept
+        assert found.disable_overlap_schedule is (kept == "no_buffer")
+        assert found.mamba_track_interval >= (found.speculative_num_draft_tokens or 0)
+        # Host pools of states, SGLang's and ours, take only these.
+        if found.enable_hierarchical_cache:
+            assert found.hicache_mem_layout in ("page_first", "page_first_direct")
+            assert (found.page_size, found.mamba_track_interval % found.page_size) == (64, 0)
