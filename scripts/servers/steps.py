@@ -56,7 +56,7 @@ def _core(options: Options) -> list[Step]:
         found = [
             checks("codec", "rows against the reference, bit for bit", 900, TESTS + "codec_gpu.py"),
             checks("mla_decode", "attention against float64", 900, TESTS + "mla_decode_gpu.py"),
-            checks("transfer", "engines: bytes, order", 1800, TESTS + "transfer_gpu.py"),
+            checks("transfer", "engines: bytes", 1800, TESTS + "transfer_gpu.py"),
         ]
     else:
         expected = (15, 45, 100)

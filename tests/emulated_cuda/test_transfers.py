@@ -350,34 +350,3 @@ def test_refused_registrations(pageable, refused, chunks, failures):
     assert failures() == ({} if chunks else {"registration": 1.0})
     torch.zeros(1, device="cuda")
     unregister(pageable)
-
-
-def test_a_copy_across_two_registrations_is_refused(pageable):
-    pin(pageable, CHUNK, chunk_bytes=2 * CHUNK)
-    target = torch.zeros(4 * CHUNK, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream().cuda_stream
-    copy = (target.data_ptr(), pageable.data_ptr())
-    assert RUNTIME.call("cudaMemcpyAsync", *copy, 3 * CHUNK, 1, stream) == CudaError.INVALID_VALUE
-    with pytest.raises(RuntimeError, match="INVALID_VALUE"):
-        torch.zeros(1, device="cuda")
-    assert RUNTIME.call("cudaMemcpyAsync", *copy, 2 * CHUNK, 1, stream) == CudaError.SUCCESS
-    for wrong in ((copy[1], copy[0], CHUNK, 1), (*copy, CHUNK, 2), (12345, copy[1], CHUNK, 1)):
-        assert RUNTIME.call("cudaMemcpyAsync", *wrong, stream) == CudaError.INVALID_VALUE
-    assert errors.taken() == CudaError.INVALID_VALUE
-    address = pageable.data_ptr()
-    again = RUNTIME.call("cudaHostRegister", address + 100, 10, 0)
-    assert again == errors.taken() == CudaError.HOST_MEMORY_ALREADY_REGISTERED
-    unregister(pageable)
-    assert RUNTIME.call("cudaHostUnregister", address) == errors.taken()
-
-
-def test_memory_in_use_is_not_unregistered(pageable):
-    pin(pageable, CHUNK)
-    target = torch.zeros(CHUNK, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream().cuda_stream
-    assert not RUNTIME.call("cudaMemcpyAsync", pageable.data_ptr(), target.data_ptr(), CHUNK, 2, stream)
-    for address in list(ALLOCATOR.registered):
-        torch.cuda.cudart().cudaHostUnregister(address)
-    assert "may still use it" in faults()

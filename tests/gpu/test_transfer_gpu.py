@@ -1,4 +1,4 @@
-"""The transfer engines on a GPU: bytes, order, registrations; needs no SGLang."""
+"""The transfer engines on a GPU: bytes, registrations; needs no SGLang. `emulated_cuda` has their order."""
 
 import ctypes
 import dataclasses
@@ -24,8 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAGE_SIZES = [1, 2, 61, 64]
-#: Clock cycles of a kernel that does nothing, some 10 ms.
-BUSY = 20_000_000
 
 
 @pytest.fixture
@@ -136,121 +134,6 @@ def test_copies_keep_to_one_registration(device, stream, engine):
         torch.cuda.synchronize()
         for address in registered:
             assert int(cudart.cudaHostUnregister(address)) == 0
-
-
-# ---------------------------------------------------------------------------------------- order
-
-
-class Race:
-    """A model that slowly writes rows before a store, and slowly reads rows that a load overwrites."""
-
-    def __init__(self, device, engine):
-        self.device = device
-        caches, self.on_device = device_pool("layer_major", 24, 64, 416, device)
-        (group,) = caches.groups
-        self.memory = pinned(24, group.bytes_per_page)
-        host = packed_view(self.memory, group)
-        make = tools(device)
-        there, back = TransferPlan(caches, host, "kv"), TransferPlan(host, caches, "kv")
-        self.store = GPU_ENGINES[engine](there, make(group.bytes_per_page, self.memory), True)
-        self.load = GPU_ENGINES[engine](back, make(group.bytes_per_page, self.memory), False)
-        self.lists = (np.arange(24), slots_of(range(24), 64, device))
-        self.compute, self.transfer = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # Kernels are loaded at their first launch, which may wait for everything.
-        self.stored_in_time(waits=True)
-        self.read_in_time(waits=True)
-
-    def _fill(self, value):
-        for layer in self.on_device:
-            layer.fill_(value)
-
-    def stored_in_time(self, *, waits):
-        """Whether a store copied what the model wrote, although the write had not ended at the call."""
-        self.memory.fill_(1)
-        self._fill(2)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.compute):
-            torch.cuda._sleep(BUSY)
-            self._fill(3)
-        with torch.cuda.stream(self.transfer):
-            if waits:
-                self.transfer.wait_stream(self.compute)
-            self.store.copy(Transfer(*self.lists, to_host=True))
-        torch.cuda.synchronize()
-        return bool((self.memory == 3).all())
-
-    def read_in_time(self, *, waits):
-        """Whether the model read the old rows, although its read had not ended when the load was called."""
-        self.memory.fill_(5)
-        self._fill(4)
-        seen = torch.empty_like(self.on_device[0])
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.compute):
-            torch.cuda._sleep(BUSY)
-            seen.copy_(self.on_device[0])
-        with torch.cuda.stream(self.transfer):
-            if waits:
-                self.transfer.wait_stream(self.compute)
-            load = Transfer(*self.lists, to_host=False)
-            for part in range(len(self.on_device)):
-                self.load.copy(load, part)
-        torch.cuda.synchronize()
-        assert all(bool((layer == 5).all()) for layer in self.on_device)
-        return bool((seen == 4).all())
-
-
-@pytest.mark.parametrize("engine", GPU_ENGINES)
-def test_transfers_wait_for_the_model(device, engine):
-    race = Race(device, engine)
-    for _ in range(5):
-        assert race.stored_in_time(waits=True)
-        assert race.read_in_time(waits=True)
-
-
-@pytest.mark.silicon
-@pytest.mark.parametrize("engine", GPU_ENGINES)
-def test_the_control_without_waits_corrupts(device, engine):
-    """Without SGLang's wait, one of four races must corrupt bytes: not each, if streams share a channel.
-
-    The emulated device reports the missing wait itself: `test_a_transfer_waits_for_the_model`.
-    """
-    races = [Race(device, engine) for _ in range(4)]
-    assert not all(race.stored_in_time(waits=False) for race in races)
-    assert not all(race.read_in_time(waits=False) for race in races)
-
-
-def test_layers_are_there_when_they_are_signalled(device):
-    """A model on another stream waits for the event that SGLang records after each layer's call."""
-    pages, page_size, row_bytes = 40, 64, 1152
-    caches, on_device = device_pool("layer_major", pages, page_size, row_bytes, device)
-    (group,) = caches.groups
-    memory = pinned(pages, group.bytes_per_page)
-    host = packed_view(memory, group)
-    numbers, slots = np.arange(pages), slots_of(range(pages), page_size, device)
-    compute, transfer = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    for engine in GPU_ENGINES:
-        load = GPU_ENGINES[engine](
-            TransferPlan(host, caches, "kv"), tools(device)(group.bytes_per_page, memory), False
-        )
-        for value in (7, 8, 9):
-            memory.fill_(value)
-            for layer in on_device:
-                layer.fill_(0)
-            wrong = torch.zeros(len(on_device), dtype=torch.int64, device=device)
-            torch.cuda.synchronize()
-            lists = Transfer(numbers, slots, to_host=False)
-            for part, layer in enumerate(on_device):
-                with torch.cuda.stream(transfer):
-                    load.copy(lists, part)
-                    done = transfer.record_event()
-                with torch.cuda.stream(compute):
-                    compute.wait_event(done)
-                    wrong[part] = (layer != value).sum()
-            torch.cuda.synchronize()
-            assert wrong.tolist() == [0] * len(on_device), engine
-
-
-# ---------------------------------------------------------------------------------------- the rest
 
 
 @pytest.mark.quick
