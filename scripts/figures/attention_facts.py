@@ -46,10 +46,9 @@ _BLOCKS = 3
 def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
     """Compiled properties of a tile, and its clocks per row."""
     import compile_decode
-    import compile_kernels
 
     compiled = compile_decode.compile_decode(layout.value, tile.query_heads, tile=tile)
-    sass, usage = compile_kernels.machine_code(compiled, "-hex")
+    sass, usage = compile_decode.machine_code(compiled, "-hex")
     found = compile_decode.facts(compiled, sass, usage)
     programs = _programs_per_sm(found["registers"], found["shared_bytes"], compiled.metadata.num_warps)
     roles = [loop.instructions for loop in loop_costs.role_loops(sass)]

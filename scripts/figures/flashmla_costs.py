@@ -70,7 +70,7 @@ def clk_per_row(costs: loop_costs.Costs, conflicts_clk: float = 0) -> dict[str, 
 @cache
 def _wheel() -> dict[str, str]:
     """Machine code by symbol of `KERNELS`."""
-    import compile_kernels
+    import compile_decode
 
     found = importlib.metadata.distribution("sgl-flash-mla")
     if found.version != VERSION:
@@ -78,11 +78,11 @@ def _wheel() -> dict[str, str]:
     code: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = str(found.locate_file(_LIBRARY))
-        compile_kernels.run_tool("cuobjdump", "-arch", "sm_90a", "-xelf", "all", library, cwd=folder)
+        compile_decode.run_tool("cuobjdump", "-arch", "sm_90a", "-xelf", "all", library, cwd=folder)
         for cubin in Path(folder).iterdir():
             wanted = [k.symbol for k in KERNELS if k.symbol.encode() in cubin.read_bytes()]
             if wanted:
-                text = compile_kernels.run_tool("nvdisasm", "-c", "-hex", str(cubin))
+                text = compile_decode.run_tool("nvdisasm", "-c", "-hex", str(cubin))
                 for name, kernel in loop_costs.kernels(text).items():
                     code.update((symbol, kernel) for symbol in wanted if symbol in name)
     return code

@@ -11,11 +11,9 @@ DIR receives the machine code to read. ``scripts/figures/attention_facts.py`` im
 import json
 import os
 import re
+import subprocess
 import sys
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "codec"))
-
-import compile_kernels
+import tempfile
 
 
 def compile_decode(
@@ -91,14 +89,38 @@ def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
     )
 
 
+def run_tool(name, *arguments, cwd=None):
+    """Output of one of the binary utilities that come with Triton."""
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+    command = [tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd).stdout
+
+
+def machine_code(compiled, *options):
+    """(SASS by nvdisasm with these options, resource usage) of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return run_tool("nvdisasm", "-c", *options, cubin.name), run_tool(
+            "cuobjdump", "-res-usage", cubin.name
+        )
+
+
 def facts(compiled, sass, usage):
-    """The facts of the codec's kernels, and those that matter to this kernel."""
+    """What tests and `scripts/figures/attention_facts.py` read from the machine code."""
+    resources = dict(re.findall(r"(REG|STACK):(\d+)", usage))
 
     def count(pattern):
         return len(re.findall(pattern, sass))
 
     return {
-        **compile_kernels.facts(compiled, sass, usage),
+        "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
+        "registers": int(resources["REG"]),
+        "stack_bytes": int(resources["STACK"]),
+        "shared_bytes": compiled.metadata.shared,
+        "loads_16_bytes": count(r"\bLDG\.E\.(?:\w+\.)*128\b"),
         "copies_16_bytes": count(r"\bLDGSTS\.E\.(?:\w+\.)*128\b"),
         "wgmma": count(r"\bHGMMA\b"),
         "mma_sync": count(r"\bHMMA\b"),
@@ -115,7 +137,7 @@ def main():
         job = dict(job)
         merge = job.pop("merge", False)
         compiled = compile_merge(**job) if merge else compile_decode(**job)
-        sass, usage = compile_kernels.machine_code(compiled)
+        sass, usage = machine_code(compiled)
         found.append(facts(compiled, sass, usage))
         if len(sys.argv) > 2:
             name = "-".join(str(value).strip("*") for value in job.values())

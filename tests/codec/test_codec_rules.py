@@ -141,17 +141,6 @@ def test_rows_that_overlap_are_not_written():
         store_rows(pool, torch.tensor([1]), torch.zeros(1, 512), torch.zeros(1, 64), fmt)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_of_overlapping_rows(name, dtype):
-    """A window that moves by one value: torch copies such a tensor into strides of its own choice."""
-    nope, rope = (torch.randn(width + 4).to(dtype).unfold(0, width, 1) for width in (128, 64))
-    for found, wanted in zip(
-        fake_quant(nope, rope, name), fake_quant(nope.contiguous(), rope.contiguous(), name), strict=True
-    ):
-        assert torch.equal(found, wanted)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fake_quant_passes_gradients_unchanged(name):
     """Also where the value is clamped, and to one of the two inputs alone."""

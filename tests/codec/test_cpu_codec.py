@@ -57,17 +57,6 @@ def test_values_at_any_stride(name, tokens):
         assert_same_bytes(encode_rows(nope, keys, fmt), by_reference(nope, keys, fmt))
 
 
-def test_few_tokens_are_not_worth_a_thread():
-    """Starting a thread takes 20 us, in which a core encodes 20 rows of `fp4` and 80 of `fp8`."""
-    threads = compiled.module().encoding_threads
-    layouts = {name: compiled.row_layout(row_format(name, 512, 64)) for name in ("fp4", "fp8")}
-    cores = len(os.sched_getaffinity(0))
-    assert threads(layouts["fp4"], 128, 64) == threads(layouts["fp8"], 512, 64) == 1
-    for name, tokens in (("fp4", 100_000), ("fp8", 100_000)):
-        assert threads(layouts[name], tokens, 64) == min(cores, 64)
-        assert threads(layouts[name], tokens, 1) == 1
-
-
 def test_threads_of_a_bound_thread():
     """SGLang binds a CPU server's threads to cores; threads that a bound thread starts inherit its cores."""
     layout = compiled.row_layout(row_format("fp4", 512, 64))
@@ -108,21 +97,6 @@ def test_a_default_device_changes_nothing():
         rows = compiled.row_layout(fmt)
     assert rows.device.type == "cpu"
     assert_same_bytes(encode_rows(values, None, fmt), by_reference(values, None, fmt))
-
-
-def test_tensors_without_memory_go_to_torch():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    fmt = row_format("fp4", 128, 64)
-    with FakeTensorMode():
-        rows = encode_rows(torch.zeros(3, 128), torch.zeros(3, 64), fmt)
-    assert rows.shape == (3, fmt.row_bytes)
-
-
-def test_values_that_autograd_follows():
-    fmt = row_format("fp4", 128, 64)
-    nope, keys = (torch.randn(3, width).bfloat16().requires_grad_() for width in (128, 64))
-    assert_same_bytes(encode_rows(nope, keys, fmt), by_reference(nope.detach(), keys.detach(), fmt))
 
 
 def test_where_nothing_can_be_compiled_torch_encodes(tmp_path):
