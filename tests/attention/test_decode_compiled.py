@@ -3,13 +3,11 @@
 Every tile of both tables, for the geometry of DeepSeek's models, a few other shapes, and the merge kernel.
 """
 
-import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import astuple
 
 import pytest
 from codec_oracle import PARTS, STORED
@@ -18,8 +16,7 @@ pytest.importorskip("triton")
 
 from ptxrun_builds import cache_folder
 
-from scripts.bench.tiles.cases import HEADS, tiles
-from sgl_kvpool.attention.decode_config import TileConfig, table, tile_config
+from sgl_kvpool.attention.decode_config import table, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 # Compiles the kernels of every tile for sm_90a.
@@ -43,13 +40,6 @@ GLUON_OTHERS = [
         ("fp4", {"ids": "*i64", "page": [64, 3904]}),
         ("fp8_block_scale", {"splits": 1}),
     )
-]
-#: Tiles outside the table that `bench tiles` compares with it.
-SWEPT = [
-    {"layout": layout.value, "heads": tile.query_heads, "tile": list(astuple(tile))}
-    for layout in {x.latent: x for x in reversed(MLAKVCacheLayout) if x.needs_decoding}.values()
-    for tile in dict.fromkeys(tile for heads in HEADS for tile in tiles(layout, heads))
-    if tile.kernel == "gluon" and (layout, tile) not in set(table("gluon"))
 ]
 OTHERS = [
     # MTP verify with three queries, page-major slots, int64 ids
@@ -190,16 +180,6 @@ def test_wide_loads_rows_into_registers(compiled, job):
     of_rows = (fmt.nope.size_bytes + fmt.rope.size_bytes) * 64 // (16 * 128)
     assert found["loads_16_bytes"] == 2 * of_rows + 64 * 1152 // (16 * 128)
     assert found["copies_16_bytes"] == found["ldmatrix_4"] == 0
-
-
-@pytest.mark.skipif(not ON_CI, reason="ten more compilations: CI=true")
-def test_swept_tiles_fit():
-    """An SM, with 233472 bytes and 65536 registers, holds as many programs as each tile says."""
-    for job, found in compile_jobs(SWEPT).items():
-        programs = TileConfig(*ast.literal_eval(job)["tile"]).programs_per_sm
-        assert programs * (found["shared_bytes"] + 1024) <= 233472, job
-        assert found["shared_bytes"] <= SHARED_BYTES, job
-        assert found["stack_bytes"] <= SPILLED_BYTES, job
 
 
 @pytest.mark.skipif(not ON_CI, reason="downloads 190 MB: CI=true")

@@ -84,28 +84,6 @@ def test_decode_and_prefill_of_unequal_lengths(layout, chunk_rows, index_dtype, 
         np.testing.assert_allclose(lse[own].numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("each_attention")
-def test_no_rope_and_k_scale():
-    rank, heads = 256, 2
-    fmt, pool, decoded = make_pool("fp8", 40, rank, 0)
-    lists, limits, ids, _ = batch([30], [1], 40)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        q = torch.randn(1, heads, rank).to(dtype)
-        out, _ = attended(q, pool, ids, lists, limits, fmt, k_scale=0.5)
-        wanted, _ = oracle_attention(q.float().numpy(), decoded[ids.numpy()] * 0.5, rank, 29)
-        np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.usefixtures("each_attention")
-def test_a_request_without_rows_gives_zero_and_minus_infinity():
-    fmt, pool, _ = make_pool("fp4", 8, 128, 64)
-    lists, limits, ids, _ = batch([0, 0], [2, 0], 8)  # the second request has no token either
-    assert limits.tolist() == [0, 0]
-    out, lse = attended(torch.randn(2, 1, 192), pool, ids, lists, limits, fmt)
-    assert (out == 0).all()
-    assert (lse == float("-inf")).all()
-
-
 def test_query_blocks_equal_one_block(monkeypatch):
     q, kv = torch.randn(11, 2, 192), torch.randn(20, 192)
     limits = torch.arange(11) - 1

@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import pytest
 from topk_table import EXTENDS, IMPLEMENTATIONS, LAYOUTS, MODES, REFUSED, cells, expected, lines
 
-from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.topk_transform import (
-    TopkTransform,
     UnsupportedCombination,
     check_combination,
     select_topk_transform,
@@ -74,12 +72,6 @@ def test_every_implementation_is_in_the_table():
     assert set(flags["--dsa-decode-backend"]) <= set(IMPLEMENTATIONS) | other_platforms
     # Named by refusals of flashmla_sparse_q8.
     assert {"--enable-mixed-chunk", "--enable-pdmux", "--dllm-algorithm"} <= set(flags)
-
-
-def test_answers_are_called_as_in_sglang():
-    from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
-
-    assert {member.name for member in TopkTransformMethod} == {member.name for member in TopkTransform}
 
 
 # -------------------------------------------------------------------- where SGLang is wrong
@@ -146,55 +138,6 @@ def choose(layout, *, blackwell=False, mode="EXTEND", **attributes):
     batch = SimpleNamespace(forward_mode=ForwardMode[mode], seq_lens_sum=100, extend_num_tokens=100)
     backend.set_dsa_prefill_impl(batch)
     return backend
-
-
-#: Pairs whose two sides can both read the rows, but which SGLang refuses at server start:
-#: flashinfer_sparse_mla can only be paired with itself or triton_sparse_mla. kvpool_mla is checked under the
-#: name flashmla_sparse.
-REFUSED_AT_START = """
-fp8_block_scale  flashmla_sparse        flashinfer_sparse_mla
-fp8_block_scale  flashmla_sparse_q8     flashinfer_sparse_mla
-fp8_block_scale  flashmla_kv            flashinfer_sparse_mla
-fp8_block_scale  flashmla_auto          flashinfer_sparse_mla
-fp8_block_scale  flashinfer_sparse_mla  flashmla_kv
-fp8_block_scale  flashinfer_sparse_mla  kvpool_mla
-"""
-
-
-def test_pairs_that_sglang_refuses_when_it_starts(monkeypatch):
-    """SGLang's own checks, for a model and a GPU that pass them; the table is about rows alone."""
-    import torch
-    from sglang.kernels.ops.attention.flash_mla_sm120 import _validate_flashinfer_sparse_mla_backend
-    from sglang.srt.arg_groups.overrides import _check_dsa_backend_constraints
-    from sglang.srt.layers.attention.dsa_backend import _validate_flashmla_sparse_q8_backend
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    refused = set()
-    for layout, prefill, decode, _ in cells(STOCK, ["EXTEND"], IMPLEMENTATIONS):
-        if expected(layout, prefill, decode, "EXTEND") == REFUSED:
-            continue
-        shown = "flashmla_sparse" if decode == "kvpool_mla" else decode
-        names = {"prefill_impl": prefill, "decode_impl": shown}
-        dtype = MLAKVCacheLayout(layout).sglang_kv_cache_dtype(is_dsa=True)
-        torch_dtype = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[dtype]
-        try:
-            _check_dsa_backend_constraints(dtype, prefill, shown, hip=False)
-            _validate_flashmla_sparse_q8_backend(
-                **names,
-                kv_cache_dtype=torch_dtype,
-                kv_cache_store_fp8=layout == "fp8_block_scale",
-                qk_rope_head_dim=64,
-                device_sm_major=9,
-            )
-            _validate_flashinfer_sparse_mla_backend(
-                **names,
-                model_arch="GlmMoeDsaForCausalLM",
-                device_sm_major=12 if "flashinfer_sparse_mla" in (prefill, decode) else 9,
-                kv_cache_dtype=torch_dtype,
-            )
-        except ValueError:
-            refused.add((layout, prefill, decode))
-    assert refused == {tuple(line) for line in lines(REFUSED_AT_START)}
 
 
 # -------------------------------------------------------------------- pooled index keys
@@ -297,11 +240,3 @@ def test_servers_with_pooled_index_keys(prefill):
         else:
             with pytest.raises(UnsupportedCombination):
                 check_combination(layout, prefill, decode, index_kpool=4)
-
-
-def test_mixed_batches_with_pooled_index_keys():
-    """SGLang refuses mixed batches with flashmla_sparse_q8 (:466), with and without pooled index keys."""
-    check_combination("bf16", "flashmla_sparse_q8", "fa3", ("EXTEND", "DECODE"), index_kpool=4)
-    with pytest.raises(UnsupportedCombination, match="--enable-mixed-chunk"):
-        check_combination("bf16", "flashmla_sparse_q8", "fa3", ("EXTEND", "MIXED"), index_kpool=4)
-    check_combination("bf16", "flashmla_sparse", "fa3", ("EXTEND", "MIXED"), index_kpool=4)
