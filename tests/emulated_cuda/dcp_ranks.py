@@ -129,9 +129,9 @@ class Layer(layer_cases.Layer):
         return torch.from_numpy(values).double()
 
 
-def forms(rank, ranks, layout, options):
+def forms(rank, ranks, layout, engine="kernel", **options):
     """Distances of each form's output from float64 over the rows that it should read."""
-    layer = Layer(rank, ranks, layout, host_tier=HostTierOptions(engine="kernel"), **options)
+    layer = Layer(rank, ranks, layout, host_tier=HostTierOptions(engine=engine), **options)
     found = {}
 
     def check(name, step, mode, form, stored):
@@ -175,7 +175,7 @@ def main(rank, ranks, folder, merge, cases):
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     gpu_engine.KERNEL_BLOCKS = 3
     for layout, options in cases:
-        for name, error in forms(rank, ranks, layout, options).items():
+        for name, error in forms(rank, ranks, layout, **options).items():
             print(rank, layout, options, name, error, flush=True)
             assert error < OUTPUT_ERROR, (layout, options, name, error)
     dist.barrier()

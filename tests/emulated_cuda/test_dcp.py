@@ -23,8 +23,8 @@ dcp_ranks.main({rank}, {ranks}, {folder!r}, {merge!r}, {cases!r})
             2,
             "ag_rs",
             [
-                ("bf16", {}),
-                ("fp8", {"k_scales": {1: 0.37}, "page_size": 4}),
+                ("bf16", {"engine": "copy_engine"}),
+                ("fp8", {"k_scales": {1: 0.37}, "page_size": 4, "engine": "staged"}),
                 ("fp8_block_scale", {"arrangement": "page_major", "page_size": 4}),
                 ("fp4_fp8_rope", {"arrangement": "token_major"}),
             ],
