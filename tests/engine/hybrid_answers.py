@@ -2,8 +2,8 @@
 
 import pytest
 
-#: Mean and largest distance of log-probabilities in bfloat16 from those in fp32, and some room.
-MEAN, LARGEST = 0.1, 0.5
+#: Distance of log-probabilities in bfloat16 of products with other numbers of rows.
+LARGEST = 0.25
 
 
 def tokens(answer):
@@ -26,10 +26,10 @@ def same(one, other):
     """The same answer, up to a token that was about as probable as another.
 
     With random weights there are many such tokens, and products with another number of rows round
-    differently. After such a token the texts differ; the comparison with the plain net covers the rest.
+    differently. After such a token the texts differ.
     """
     for a, b, p, q in zip(tokens(one), tokens(other), logprobs(one), logprobs(other), strict=True):
-        assert p == pytest.approx(q, abs=LARGEST / 2)
+        assert p == pytest.approx(q, abs=LARGEST)
         if a != b:
             return
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 from hybrid_net import HybridConfig, HybridNet
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from scripts.byte_model import write_tokenizer
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID
 
 
 @torch.no_grad()
-def random_net(seed=0, config=None):
-    """A net whose most probable byte is always a printable one; the same seed gives the same weights."""
-    net = HybridNet(config or HybridConfig())
-    generator = torch.Generator().manual_seed(seed)
+def random_net():
+    """A net whose most probable byte is always a printable one, the same in every run."""
+    net = HybridNet(HybridConfig())
+    generator = torch.Generator().manual_seed(0)
     gains = {"q_proj": 2.0, "lm_head": 3.0, "f_b_proj": 0.5}
     for name, parameter in net.named_parameters():
         last = name.split(".")[-1]
@@ -71,11 +71,11 @@ def hf_fields(config):
     }
 
 
-def write(folder, seed=0, config=None):
+def write(folder):
     """Write the checkpoint, bfloat16 but for what SGLang keeps in fp32; returns the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    net = random_net(seed, config)
+    net = random_net()
     (folder / "config.json").write_text(json.dumps(hf_fields(net.config), indent=2) + "\n", encoding="utf-8")
     write_tokenizer(folder)
     save_file(rounded(net), folder / "model.safetensors", metadata={"format": "pt"})
@@ -89,11 +89,3 @@ def rounded(net):
         name: tensor.contiguous() if name.endswith(wide) else tensor.to(torch.bfloat16).contiguous()
         for name, tensor in net.state_dict().items()
     }
-
-
-def read(folder, dtype=torch.float64):
-    """The net of a checkpoint, all of it in one type."""
-    folder = Path(folder)
-    net = HybridNet(HybridConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8"))))
-    net.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
-    return net.to(dtype).eval()

@@ -4,8 +4,7 @@ The linear layers are Kimi Delta Attention as SGLang's KimiLinearForCausalLM has
 convolution over queries, keys and values, then a gated delta rule whose state per head is a matrix. The MLA
 layers, the MLP and the row format are :mod:`sgl_kvpool.demo.net`'s. Importing this does not import SGLang.
 
-Callables keep what a layer remembers: those of a server use SGLang's pools; those of :class:`Remembered`, the
-reference of the tests, hold one sequence in any floating point type.
+Callables keep what a layer remembers, in SGLang's pools.
 """
 
 from __future__ import annotations
@@ -129,57 +128,3 @@ def delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, bet
     wrong = v - (state @ k[..., None])[..., 0]
     state = state + (beta * wrong)[..., None] * k[:, None, :]
     return state, (state @ q[..., None])[..., 0]
-
-
-class Remembered:
-    """States and rows of one sequence, token by token, in the type of the net's parameters.
-
-    Parameters
-    ----------
-    net : HybridNet
-    forget_at : int or None
-        A position before which the linear layers forget everything: states and windows are zeroed there.
-    hide_before : int
-        MLA rows of earlier positions are not attended.
-    """
-
-    def __init__(self, net: HybridNet, forget_at: int | None = None, hide_before: int = 0) -> None:
-        self.net, self.config = net, net.config
-        self.forget_at, self.hide_before = forget_at, hide_before
-
-    def attend(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
-        """Causal attention of ``[T, H, R+P]`` over ``[T, R+P]``."""
-        steps = torch.arange(len(k))
-        visible = steps[None, :] <= steps[:, None]
-        visible &= (steps[None, :] >= self.hide_before) | (steps[:, None] == steps[None, :])
-        scores = torch.einsum("thd,sd->hts", q, k) * self.config.mla.scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        return torch.einsum("hts,sr->thr", weights, k[:, : self.config.mla.kv_lora_rank])
-
-    def recur(self, layer: int, qkv: Tensor, forget: Tensor, beta: Tensor) -> Tensor:
-        """The delta rule over ``[T, 3*W]``, beginning with nothing."""
-        attention = self.net.layers[layer].self_attn
-        heads, size = self.config.linear_heads, self.config.linear_head_dim
-        window = self.config.window
-        padded = torch.cat([qkv.new_zeros(window - 1, qkv.shape[1]), qkv])
-        kept = decay(forget, attention.A_log, attention.dt_bias)
-        strength = torch.sigmoid(beta)[..., None]
-        state = qkv.new_zeros(heads, size, size)
-        outs = []
-        for step in range(len(qkv)):
-            if step == self.forget_at:
-                state = torch.zeros_like(state)
-                padded[: step + window - 1] = 0
-            mixed = F.silu((padded[step : step + window] * attention.conv_weight.T).sum(0))
-            q, k, v = mixed.view(3, heads, size)
-            q = q / (q.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() * size**-0.5
-            k = k / (k.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
-            state, out = delta_step(state, q, k, v, kept[step], strength[step])
-            outs.append(out)
-        return torch.stack(outs)
-
-    @torch.no_grad()
-    def logits(self, ids: Tensor) -> Tensor:
-        """Logits ``[T, vocab]`` after each token of one sequence."""
-        hidden = self.net.hidden_states(ids, torch.arange(len(ids)), self.attend, self.recur)
-        return self.net.lm_head(hidden)

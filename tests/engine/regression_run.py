@@ -33,8 +33,6 @@ def regression(model_path, folder):
     run = read_run(out / "results.jsonl")
     return {
         "printed": printed,
-        "files": sorted(path.name for path in out.iterdir()),
-        "lines": [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()],
         "run": run,
         "damaged": _damaged(out, run, folder),
     }

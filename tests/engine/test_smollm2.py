@@ -50,17 +50,6 @@ def test_log_probabilities_are_those_of_transformers_llama(answers):
     assert (found - exact).abs().max() < 0.5 * (rounded - exact).abs().max()
 
 
-def test_the_script_measures_what_the_server_does(answers):
-    """`accuracy_llm.py` outside of the server, with rows in bf16: only sums are in another order."""
-    from scripts.accuracy import llm as accuracy_llm
-
-    rows = accuracy_llm.StoredRows(accuracy_llm.read_llama(smollm2.checkpoint(), torch.float32))
-    bf16 = next(iter(accuracy_llm.cases().values()))
-    scored = torch.tensor(rows.score(bf16, torch.tensor(window_ids(1)))[0].log_probabilities[0])
-    assert (log_probabilities(answers["whole"]) - scored).abs().max() < 0.05
-    assert (log_probabilities(answers["whole"]) - scored).abs().mean() < 0.008
-
-
 def test_chunked_prefill_and_a_prefix_on_the_device(answers):
     assert answers["info"]["chunked_prefill_size"] == CHUNK
     assert answers["info"]["page_size"] == PAGE_SIZE

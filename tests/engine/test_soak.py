@@ -40,16 +40,6 @@ def test_the_minute_was_one_of_pressure(leg):
     assert leg["pages_in_both_tiers_compared"] > 0
 
 
-@pytest.mark.engine("soak")
-def test_what_is_needed_to_run_it_again(record):
-    report = record("soak")
-    assert report["schema"] == 2
-    assert (report["seed"], report["clients"], report["model"]) == (0, 6, "demo")
-    assert set(report["versions"]) == {"sglang", "torch", "sgl-kvpool"}
-    assert report["command"].startswith("python -m scripts.soak --legs fp4 --minutes 1")
-    assert report["command"] in report["printed"]
-
-
 @pytest.mark.engine("soak-broken")
 @pytest.mark.parametrize(
     "found", ["loaded wrongly", "pages leaked", "differ from a cold run", "differ between"]

@@ -1,7 +1,6 @@
 """Rows in another format on the host: compiled arithmetic and plans against the codec."""
 
 import itertools
-from contextlib import nullcontext
 from dataclasses import replace
 
 import codec_oracle as oracle
@@ -15,8 +14,7 @@ from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool, rows
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.layout import Encoding, RowFormat, Segment, SegmentEncoding
-from sgl_kvpool.transfer import conversion as module
+from sgl_kvpool.layout import Encoding, RowFormat, Segment
 from sgl_kvpool.transfer.conversion import RowConversion, host_layout_problem, narrower_layouts
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, HostTierOptions
 
@@ -137,17 +135,6 @@ def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
     assert torch.equal(back[:, latent], rows_[:, latent])
 
 
-def test_latents_that_are_divided_by_other_scales_are_not_alike():
-    """Torch converts them; no layout stores latents in e4m3 with neither k_scale nor scales of tiles."""
-    own = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(128, 64)
-    other = replace(own, nope=replace(own.nope, uses_k_scale=False))
-    values = torch.randn(20, 192, generator=torch.Generator().manual_seed(6)).bfloat16()
-    stored = encode_rows(values[:, :128], values[:, 128:], own, k_scale=0.5)
-    narrow = RowConversion(source=own, target=other, k_scales=(0.5,)).convert(stored, 0)
-    codes, found = (rows[:, :128].view(torch.float8_e4m3fn).float() for rows in (stored, narrow))
-    assert torch.equal(found, (0.5 * codes).to(torch.float8_e4m3fn).float())
-
-
 @pytest.mark.parametrize(("device", "host"), [pair for pair in NARROWER if pair[0] == "bf16"])
 def test_every_bf16_pattern(device, host):
     """NaN with its payloads, infinities and subnormals: in a rope of bf16 they keep their bits."""
@@ -183,24 +170,6 @@ def test_host_rows_of_every_code_are_converted_as_by_torch(device, host):
         without_nan(narrow[:, other.rope.offset_bytes : other.rope.end_bytes])
     back = RowConversion(source=other, target=own, k_scales=(1.0,))
     assert torch.equal(converted(back, narrow), back.convert(narrow, 0))
-
-
-@pytest.mark.parametrize("host", oracle.HOST_LAYOUTS)
-def test_bf16_rows_stay_the_same_after_two_round_trips(host):
-    """Four trips to the host and back. Rows of values of usual size stay the same from the first trip on."""
-    own, other = formats("bf16", host)
-    there = RowConversion(source=own, target=other, k_scales=(1.0,))
-    for sigma in (1e-6, 1e-4, 0.003, 1.0, 1000.0):
-        values = (torch.randn(300, 576, generator=torch.Generator().manual_seed(3)) * sigma).bfloat16()
-        rows_ = encode_rows(values[:, :512], values[:, 512:], own)
-        trips = []
-        for _ in range(4):
-            rows_ = converted(there.reversed(), converted(there, rows_)).contiguous()
-            trips.append(rows_)
-        assert torch.equal(trips[1], trips[2])
-        assert torch.equal(trips[2], trips[3])
-        if sigma in (0.003, 1.0):
-            assert torch.equal(trips[0], trips[1])
 
 
 @pytest.mark.parametrize("page_size", [1, 61, 64])
@@ -329,28 +298,6 @@ def test_rows_that_begin_anywhere_are_not_converted():
     pair = RowConversion(source=own, target=other, k_scales=(1.0,) * 3)
     with pytest.raises(ValueError, match="do not all begin at a multiple of 16 bytes.*--kv-host-layout same"):
         TransferPlan(side("layer_major", 0, row=256)[0], side("page_major", 0, row=72)[0], "kv", pair)
-
-
-@pytest.mark.parametrize(("own", "other"), list(itertools.product(ROW_BYTES, ROW_BYTES)))
-def test_the_compiled_pairs_are_those_of_the_table(own, other):
-    from sgl_kvpool.transfer.cpu_engine import _module
-
-    source, target = formats(own, other)
-    pair = RowConversion(source=source, target=target, k_scales=(1.0,))
-    kinds = pair.row_layouts()
-    none, no_runs = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
-    known = frozenset((source.layout.latent, target.layout.latent)) in module._CONVERTED
-    refused = pytest.raises(ValueError, match="no conversion between these row formats")
-    with nullcontext() if known else refused:
-        _module().convert_pages(no_runs, none, none, *kinds, torch.ones(1), 1)
-
-
-def test_a_pair_of_layouts_that_is_not_compiled_fails_at_import(monkeypatch):
-    """The check that importing the module runs, with a line less."""
-    pair = frozenset({SegmentEncoding.E4M3_BY_K_SCALE, SegmentEncoding.E2M1_IN_BLOCKS})
-    monkeypatch.setattr(module, "_CONVERTED", module._CONVERTED - {pair})
-    with pytest.raises(RuntimeError, match="no line for fp8 and fp4, fp8 and fp4_fp8_rope"):
-        module._check_converted()
 
 
 def test_a_host_tier_looks_for_no_nan(monkeypatch):

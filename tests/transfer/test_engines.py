@@ -2,11 +2,8 @@
 
 import itertools
 
-import engine_cases
 import numpy as np
 import pytest
-import torch
-from cases import crossed
 from emulated import calls, tools
 from engine_cases import slots_of
 from hypothesis import given, settings
@@ -18,12 +15,10 @@ from sgl_kvpool.transfer import gpu_engine
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import (
-    _GROUP_BYTES,
     GPU_ENGINES,
     CopyEngine,
     KernelEngine,
     StagedEngine,
-    _groups,
 )
 from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -68,16 +63,6 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
         before[part, taken] = on_host[part, put]
     calls().play(data.draw(st.integers(0, 1000)))
     assert np.array_equal(on_device, before)
-
-
-def test_layers_come_in_groups():
-    """As many as make up 256 KiB of a page; each group is one copy of a page."""
-    host, _ = side("page_major", 0, layers=61, tokens=64, row=416, pages=2)
-    assert [len(group) for group in _groups(host.groups[0], _GROUP_BYTES, 16 << 20)] == [10] * 6 + [1]
-    host, _ = side("page_major", 0, layers=61, tokens=64, row=1152, pages=2)
-    assert [len(group) for group in _groups(host.groups[0], _GROUP_BYTES, 16 << 20)] == [4] * 15 + [1]
-    host, _ = side("page_major", 0, layers=3, tokens=1, row=416, pages=2)
-    assert [len(group) for group in _groups(host.groups[0], _GROUP_BYTES, 16 << 20)] == [3]
 
 
 # ---------------------------------------------------------------------------------------- copies
@@ -189,27 +174,6 @@ def test_what_an_engine_cannot_do():
         CopyEngine(plan, tools(64), True)
     with pytest.raises(ValueError, match="needs a page buffer"):
         StagedEngine(plan, tools(64, buffer=None), True)
-
-
-@pytest.mark.parametrize("engine", GPU_ENGINES)
-@pytest.mark.parametrize(
-    ("pair", "arrangement", "page_size"),
-    crossed([("fp4", "fp4"), *engine_cases.CONVERSIONS], engine_cases.ARRANGEMENTS, [2, 1, 61]),
-)
-def test_round_trips_of_the_tests_on_a_gpu(pair, arrangement, page_size, engine):
-    own, other = pair
-    if engine == "copy_engine":
-        own = other  # it cannot convert
-    engine_cases.round_trip(
-        engine, own, other, arrangement, page_size, device=torch.device("cpu"),
-        make_tools=lambda page_bytes, host: tools(page_bytes), finish=lambda: calls().play(11),
-    )  # fmt: skip
-
-
-def test_names_of_engines():
-    from sgl_kvpool.transfer.host_options import GPU_ENGINE_NAMES
-
-    assert tuple(GPU_ENGINES) == GPU_ENGINE_NAMES
 
 
 def test_a_channel_counts_a_load_once(counting):
