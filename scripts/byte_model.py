@@ -39,24 +39,6 @@ def expanded(attention: LatentAttention, x: Tensor, cos: Tensor, sin: Tensor) ->
     return attention.o_proj(out.transpose(1, 2).flatten(-2))
 
 
-class CausalRows:
-    """The `attend` without a cache: causal attention over ``[B, T]`` rows."""
-
-    def __init__(self, config: ByteMLAConfig) -> None:
-        self.config = config
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
-        rows = k[:, None].expand(-1, self.config.heads, -1, -1)
-        out = functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            rows,
-            rows[..., : self.config.kv_lora_rank],
-            is_causal=True,
-            scale=self.config.scale,
-        )
-        return out.transpose(1, 2)
-
-
 class WholeSequences(ByteMLA):
     """The model of training: ``net(ids [B, T])`` gives logits ``[B, T, vocab_size]`` of the next token.
 
@@ -67,13 +49,22 @@ class WholeSequences(ByteMLA):
     def forward(self, ids: Tensor, absorbed: bool = False) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if absorbed:
-            return self.lm_head(self.hidden_states(ids, positions, CausalRows(self.config)))
+            return self.lm_head(self.hidden_states(ids, positions, self._attend))
         cos, sin = rotation(positions, self.config)
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = x + expanded(layer.self_attn, layer.input_layernorm(x), cos, sin)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.lm_head(self.norm(x))
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
+        """Causal attention over ``[B, T]`` rows, without a cache."""
+        rows = k[:, None].expand(-1, self.config.heads, -1, -1)
+        values = rows[..., : self.config.kv_lora_rank]
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), rows, values, is_causal=True, scale=self.config.scale
+        )
+        return out.transpose(1, 2)
 
 
 def write_config(folder: str | Path, config: ByteMLAConfig) -> None:

@@ -48,14 +48,6 @@ def _positive(text: str) -> float:
     return value
 
 
-def _layouts(text: str) -> tuple[str, ...]:
-    """Some of the layouts, in their order."""
-    found = text.split(",")
-    if set(found) - set(LAYOUTS):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(LAYOUTS)}")
-    return tuple(name for name in LAYOUTS if name in found)
-
-
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     made = argparse.ArgumentParser(
@@ -68,9 +60,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
-    what.add_argument(
-        "--layouts", type=_layouts, default=LAYOUTS, help="layouts to serve, separated by commas"
-    )
+    what.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="layouts to serve")
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     run = made.add_argument_group("how")
@@ -101,9 +91,10 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
             raise ValueError(f"--first-light has steps of its own; leave out --{others[0]}")
         if not machine.gpus and arguments.device != "cpu":
             raise ValueError("--first-light: torch sees no GPU; --device cpu rehearses it without a GPU")
-    taken = ("core", "quick", "thorough", "layouts", "time_limit_scale")
+    taken = ("core", "quick", "thorough", "time_limit_scale")
     return Options(
         **{name: getattr(arguments, name) for name in taken},
+        layouts=tuple(name for name in LAYOUTS if name in arguments.layouts),
         on_gpu=bool(machine.gpus) and arguments.device != "cpu",
         models=str(out / "models"),
     )
@@ -139,13 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine = find_machine()
         options = options_of(arguments, machine, out)
         if arguments.first_light:
-            every = first_light_steps(machine, on_gpu=options.on_gpu)
+            every = first_light_steps(on_gpu=options.on_gpu)
         else:
             every = choose(all_steps(machine, options), arguments.only)
         steps = choose(every, arguments.only)
         if arguments.list:
             for step in steps:
-                reason = step.without or machine.missing(step.needs)
+                reason = machine.missing(step.needs)
                 tail = f"  -- skipped: {reason}" if reason else ""
                 print(f"{step.name:34} {in_words(step.expected_s):>10}  {step.what}{tail}")
             print(in_all(steps, machine))
@@ -166,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def in_all(steps: Sequence[Step], machine: Machine) -> str:
     """Text with the total duration of the steps that are not skipped from the start."""
-    ours = [step for step in steps if not (step.without or machine.missing(step.needs))]
+    ours = [step for step in steps if not machine.missing(step.needs)]
     about = in_words(sum(step.expected_s for step in ours))
     return f"{len(ours)} steps, about {about} in all; --minutes ends a run earlier"
 

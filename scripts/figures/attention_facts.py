@@ -6,7 +6,7 @@ are counted in the machine code (`loop_costs.py`), and ptxrun runs its PTX over 
 conflicts. FlashMLA's kernels are counted in the installed wheel (`flashmla_costs.py`).
 
 `--json` writes a list of objects, one per layout, kernel and number of query heads. `--write` puts them into
-``scripts/bench/attention/tile_costs.json``, and the table made of them into
+``tile_costs.json``, and the table made of them into
 ``docs/attention.md``. `--try` counts a tile that is not in the table.
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.bench.attention.limits import TILE_COSTS, busiest_unit, busiest_unit_clk
 from scripts.figures import flashmla_costs, loop_costs, page_tables
 from scripts.kit.outputs import replace_file, require_writable
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, tile_config
@@ -29,6 +28,10 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("attention", "codec", "ptxrun")]
 
 PAGE = ROOT / "docs" / "attention.md"
+#: A list of objects, one per layout, kernel and number of query heads, FlashMLA's kernels last.
+TILE_COSTS = Path(__file__).with_name("tile_costs.json")
+#: Units of a multiprocessor whose clocks per row are in `TILE_COSTS`.
+UNITS = ("shared_memory", "issue", "integer", "special", "tensor")
 HEADS = (8, 16, 32, 64, 128)
 #: Bytes of rows per second from device memory, about 90 % of the data sheet's.
 MEMORY_BYTES_PER_S = {"H100": 3.0e12, "H200": 4.3e12}
@@ -123,11 +126,12 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
 def rates(layout: MLAKVCacheLayout, costs: dict[str, Any]) -> dict[str, Any]:
     """Limits and expectations of a layout's rows, in 10^9 rows per second, from the clocks per row."""
     row_bytes = layout.row_format(512, 64).row_bytes
-    chip = DEFAULT_SM_COUNT * CLOCK_HZ / busiest_unit_clk(costs) / 1e9
+    busiest = max(UNITS, key=lambda unit: costs[f"{unit}_clk_per_row"])
+    chip = DEFAULT_SM_COUNT * CLOCK_HZ / costs[f"{busiest}_clk_per_row"] / 1e9
     # Tiles of a list read the same rows at about the same time, so device memory is read once.
     memory = {device: rate / row_bytes / 1e9 for device, rate in MEMORY_BYTES_PER_S.items()}
     return {
-        "busiest_unit": busiest_unit(costs),
+        "busiest_unit": busiest,
         "limit_g_rows_per_s": {device: round(min(chip, rate), 2) for device, rate in memory.items()},
         "expected_g_rows_per_s": {
             device: [round(min(EXPECTED_OF_MEMORY * rate, share * chip), 2) for share in EXPECTED_OF_CHIP]
@@ -197,27 +201,18 @@ def main() -> None:
         "from its registers and shared memory, not from PROGRAMS",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="kernel of --try")
-    parser.add_argument(
-        "--late", type=int, default=0, help="register_parts of the tile, for --try with the Gluon kernel (0)"
-    )
+    parser.add_argument("--late", type=int, default=0, help="register_parts of --try with Gluon (0)")
     parser.add_argument("--write", action="store_true", help="write the counts and the page's table")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter does not compile")
     if arguments.write and (arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts):
         parser.error("--write is for all counts: leave out --layouts, --heads and --try")
-    if min(arguments.heads) < 1:
-        parser.error(f"--heads {min(arguments.heads)} is below 1")
     if shutil.which("g++") is None:
         parser.error("g++ is missing; install it to compile the emulator that finds bank conflicts")
     require_writable(parser, arguments.json)
     wanted = [MLAKVCacheLayout(name) for name in arguments.layouts]
     if arguments.tile:
-        if any(size & (size - 1) or size < 1 for size in arguments.tile[:3]) or arguments.tile[2] not in (
-            4,
-            8,
-        ):
-            parser.error("--try: QUERY_HEADS and ROWS must be powers of two, and WARPS 4 or 8")
         tile = TileConfig(*[*arguments.tile, arguments.kernel, arguments.late])
         if tile.kernel == "gluon" and tile.block_rows != 16 * tile.warps:
             parser.error(f"--try: ROWS of the Gluon kernel are 16 per warp, {16 * tile.warps} here")

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Draw `docs/rows.svg`, a row of every layout to scale, and `docs/tokens.svg`, the tokens of README's table.
 
-    python -m scripts.figures.draw_rows --write
+    python -m scripts.figures.draw_rows
 
 Rows come from `sgl_kvpool.layout`, the only dependency; tests compare README's table with `sgl-kvpool plan`.
 """
 
-import argparse
 import re
 
 from scripts import ROOT
@@ -129,8 +128,5 @@ PICTURES = {ROOT / "docs" / "rows.svg": rows_picture, ROOT / "docs" / "tokens.sv
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", required=True, help="write the files in docs")
-    parser.parse_args()
     for path, draw in PICTURES.items():
         path.write_text(draw())

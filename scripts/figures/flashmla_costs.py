@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Clocks per row of FlashMLA's Hopper kernels, counted in the installed wheel as `mla_decode`'s are.
 
-    flashmla_costs.py
-
-Prints an object of JSON per kernel, in ten seconds and without a GPU. The rates that FlashMLA publishes are
+The rates that FlashMLA publishes are
 of an H800, which has the 132 multiprocessors and the memory of an H100, at 128 query heads:
 660 TFLOPS dense and 410 TFLOPS sparse (README of deepseek-ai/FlashMLA, "Performance"; its 640 TFLOPS are
 sparse prefill).

@@ -7,18 +7,17 @@ row for which each unit is busy if it runs alone. The largest is a lower bound, 
 units overlap only if programs or warp groups are in different phases, latencies are not counted, and
 instructions under a predicate count as executed.
 
-The control code of an instruction says how many clocks its warp waits before the next one (stall), and which
-scoreboards it waits for first. The sum of the stalls of the longest role is a second lower bound: a warp
-cannot pass its loop faster, whatever the other units do.
+The control code of an instruction says how many clocks its warp waits before the next one (stall). The sum of
+the stalls of the longest role is a second lower bound: a warp cannot pass its loop faster, whatever the other
+units do.
 
 Rates of a multiprocessor per clock: 4 warp instructions; 64 lanes of integer, logic, compare and select
-operations, and 64 of IMAD; 128 of float32 and packed 16-bit arithmetic; 16 of special functions and
-conversions (a GPU is faster at some conversions); 32 of shuffles; 128 bytes of shared memory; 2048
-multiply-adds of bf16 (4096 of 8 bits). A wgmma reads B from shared memory each time, and A unless that is in
-registers. Loads from global memory and spills go through the same L1 cache and its 128 bytes per clock. A
-store to another multiprocessor's shared memory (STAS) counts twice: the peer sends as many. The bytes that a
-bulk copy (UTMALDG) writes are not in the code: `box_bytes`. Neither are bank conflicts, which
-`attention_facts.py` adds.
+operations; 16 of special functions and conversions (a GPU is faster at some conversions); 128 bytes of shared
+memory; 2048 multiply-adds of bf16 (4096 of 8 bits). A wgmma reads B from shared memory each time, and A
+unless that is in registers. Loads from global memory and spills go through the same L1 cache and its 128
+bytes per clock. A store to another multiprocessor's shared memory (STAS) counts twice: the peer sends as
+many. The bytes that a bulk copy (UTMALDG) writes are not in the code: `box_bytes`. Neither are bank
+conflicts, which `attention_facts.py` adds.
 """
 
 from __future__ import annotations
@@ -34,28 +33,24 @@ _UNITS = {
         *("LOP", "LOP3", "PLOP3", "SHF", "SGXT", "PRMT", "LEA", "IADD3", "VIADD", "VIMNMX", "ISETP", "SEL"),
         *("FMNMX", "FSETP", "FSEL", "BREV", "POPC", "FLO", "P2R", "R2P"),
     ),
-    "imad": ("IMAD",),
-    "fma": ("FMUL", "FADD", "FFMA", "HMUL2", "HADD2", "HFMA2", "MOV", "CS2R"),
     "special": ("MUFU", "F2FP", "I2F", "F2I", "F2F", "I2FP"),
-    "shuffle": ("SHFL",),
 }
-_LANES = {"integer": 64, "imad": 64, "fma": 128, "special": 16, "shuffle": 32}
+_LANES = {"integer": 64, "special": 16}
 _WARP, _WARPS_OF_A_GROUP = 32, 4
 _ISSUED, _SHARED_BYTES, _BF16_FMA = 4, 128, 2048
 _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 _LINE = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/")
 _HIGH_WORD = re.compile(r"\s+/\* 0x([0-9a-f]{16}) \*/")
-#: In an instruction's second word: clocks until the warp's next instruction, a bit per scoreboard waited for.
-_STALL_BIT, _STALL_MASK, _WAIT_BIT, _WAIT_MASK = 41, 15, 52, 63
+#: In an instruction's second word: clocks until the warp's next instruction.
+_STALL_BIT, _STALL_MASK = 41, 15
 
 
 class Instruction(NamedTuple):
-    """Text of an instruction and the two figures of its control code."""
+    """Text of an instruction, and clocks until the next one from its control code."""
 
     text: str
     stall_clk: int
-    waits: int
 
     @property
     def operation(self) -> str:
@@ -97,18 +92,16 @@ class Loop:
 class Costs:
     """Costs per row, summed over the warps of a program that run the loop.
 
-    `clk`: Clocks by unit: "issue", "integer", "imad", "fma", "special", "shuffle", "tensor", "shared"
-      (accesses to shared memory), "spills" and "loads" (which take the same 128 bytes per clock).
+    `clk`: Clocks by unit: "issue", "integer", "special", "tensor", "shared" (accesses to shared memory),
+      "spills" and "loads" (which take the same 128 bytes per clock).
     `stall_clk`: Clocks per row of the role with the most stalls.
-    `draining_waits`, `scoreboard_waits`: Waits of one warp of each role per iteration: until no product is in
-      flight, and for scoreboards.
+    `draining_waits`: Waits of one warp of each role per iteration until no product is in flight.
     """
 
     warp_instructions: float
     clk: dict[str, float]
     stall_clk: float
     draining_waits: int
-    scoreboard_waits: int
 
 
 def kernels(text: str) -> dict[str, str]:
@@ -132,8 +125,7 @@ def _code(text: str) -> tuple[list[Instruction], dict[str, int]]:
             if high is None:
                 raise ValueError(f"the second word of {found[1]!r} is missing")
             word = int(high[1], 16)
-            waits = (word >> _WAIT_BIT & _WAIT_MASK).bit_count()
-            code.append(Instruction(found[1], word >> _STALL_BIT & _STALL_MASK, waits))
+            code.append(Instruction(found[1], word >> _STALL_BIT & _STALL_MASK))
     if not code:
         raise ValueError("no instruction with its words in this text: it has to be of nvdisasm -c -hex")
     return code, labels
@@ -269,5 +261,4 @@ def costs(
         {unit: clk[unit] * per_row for unit in clk},
         max(sum(instruction.stall_clk for instruction in role) for role in roles) / rows / programs,
         drains,
-        sum(instruction.waits > 0 for instruction in instructions),
     )

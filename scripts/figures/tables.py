@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
 """Tables of ``docs/accuracy.md`` and ``docs/benchmarks.md``.
 
-    python -m scripts.figures.tables [--write]
+    python -m scripts.figures.tables
 
 Errors of forms are computed here, on a CPU, in about ten seconds; all else is read from the JSON files under
-``docs/benchmarks/``. `--write` puts the tables into the pages; without it they are printed. Needs SGLang,
-whose FP4 rows are one of the forms.
+``docs/benchmarks/``. Needs SGLang, whose FP4 rows are one of the forms.
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,14 +123,6 @@ PAGES = {
 }
 
 
-def main() -> None:
-    """Print the tables, or write them into the pages."""
-    for page, tables in PAGES.items():
-        if "--write" in sys.argv[1:]:
-            page.write_text(updated(page.read_text(), tables))
-        else:
-            print(*(table() for table in tables.values()), sep="\n\n")
-
-
 if __name__ == "__main__":
-    main()
+    for page, found in PAGES.items():
+        page.write_text(updated(page.read_text(), found))

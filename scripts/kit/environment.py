@@ -30,10 +30,7 @@ _GPU_FIELDS = {
     "driver": "driver_version",
     "sm_clock_mhz": "clocks.sm",
     "sm_clock_max_mhz": "clocks.max.sm",
-    "memory_clock_mhz": "clocks.mem",
-    "memory_clock_max_mhz": "clocks.max.mem",
     "power_limit_w": "power.limit",
-    "memory_mib": "memory.total",
 }
 #: Time limit of nvidia-smi in seconds.
 _DRIVER_S = 60.0
@@ -156,13 +153,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def driver_facts(gpu: str | None = None) -> list[dict[str, str]]:
-    """The driver's present values for each GPU, or for one by its UUID; empty without nvidia-smi."""
+def driver_facts() -> list[dict[str, str]]:
+    """The driver's present values for each GPU; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
-    command += [f"--id={gpu}"] if gpu else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S)
     except subprocess.TimeoutExpired:  # a failed GPU must not lose the results of the run

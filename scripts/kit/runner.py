@@ -41,7 +41,6 @@ class Step:
     `files`: Text files written into its folder before it starts; "{steps}" in the text is the folder of all
       steps.
     `environment`: Variables added to those of this process.
-    `without`: Reason why it cannot run on this machine; empty if it can.
     `expected_s`: Estimated duration; 0 if unknown.
     """
 
@@ -55,7 +54,6 @@ class Step:
     peers: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    without: str = ""
     expected_s: float = 0.0
 
 
@@ -140,8 +138,6 @@ def run_steps(
 
 
 def _why_not(step: Step, machine: Machine, records: Sequence[StepRecord]) -> str | None:
-    if step.without:
-        return step.without
     missing = machine.missing(step.needs)
     if missing is not None:
         return missing

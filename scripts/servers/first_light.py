@@ -3,9 +3,6 @@
 Steps run in order of their value, each with a time limit; the limits add up to less than nine minutes.
 """
 
-from dataclasses import replace
-
-from scripts.kit.environment import Machine
 from scripts.kit.runner import Step
 from scripts.servers.steps import TESTS, bench, checks
 
@@ -16,8 +13,8 @@ MINUTES = 8.3
 _COMPILES = f"{TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
 
 
-def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
-    """All steps in order. Without a GPU, steps that cannot be rehearsed are marked as skipped."""
+def first_light_steps(*, on_gpu: bool) -> list[Step]:
+    """All steps in order."""
     device = ("--device", "cuda" if on_gpu else "cpu")
 
     def tiles(heads: int, expected_s: float, limit_s: float) -> Step:
@@ -30,7 +27,7 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
     def quick(name: str, what: str, limit_s: float, expected_s: float, *words: str) -> Step:
         return bench(f"{name}-quick", what, limit_s, expected_s, name, "--quick", *device, *words)
 
-    found = [
+    return [
         checks(
             "core", "every kernel against its reference", 135, f"{TESTS}mla_decode_gpu.py",
             f"{TESTS}codec_gpu.py", "--first", _COMPILES, "--then", f"{TESTS}transfer_gpu.py",
@@ -41,7 +38,3 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
         quick("codec", "speed of the codec", 28, 18),
         quick("transfer", "transfer engines beside a pinned copy", 60, 50),
     ]  # fmt: skip
-    if on_gpu or not machine.gpus:
-        return found
-    reason = "--device cpu was requested"
-    return [replace(step, without=reason) if "gpu" in step.needs else step for step in found]

@@ -23,10 +23,8 @@ _KVPOOL = ("--attention-backend", "kvpool_mla")
 _SEED_AND_PAGE = ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
 _READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 _HOST_TIER = (
-    "--enable-hierarchical-cache",
-    "--enable-cache-report",
-    "--hicache-write-policy",
-    "write_through",
+    *("--enable-hierarchical-cache", "--enable-cache-report"),
+    *("--hicache-write-policy", "write_through", "--hicache-ratio", "6"),
 )
 
 
@@ -96,7 +94,7 @@ class Shape:
         if capped:
             found += ["--max-total-tokens", str(self.pool_tokens)]
         if host_tier:
-            found += [*_HOST_TIER, "--hicache-ratio", "6"]
+            found += _HOST_TIER
         return found
 
     def server_environment(self, layout: str | None) -> dict[str, str]:
@@ -181,10 +179,6 @@ def _sparse(machine: Machine) -> Shape:
         writer=("random_deepseek", "deepseek_v32"),
         needs=_PAIRED_NEEDS,
     )
-
-
-#: Names of the random models' shapes.
-RANDOM_SHAPES = ("v3", "v32", "kimi")
 
 
 def random_shapes(machine: Machine) -> list[Shape]:

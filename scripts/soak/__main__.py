@@ -14,7 +14,6 @@ number.
 import argparse
 import json
 import math
-import platform
 import shlex
 import signal
 import sys
@@ -28,13 +27,13 @@ from typing import Any
 from scripts.kit.outputs import commit, replace_file, require_writable
 from scripts.kit.runner import Interrupted, signals_interrupt
 from scripts.soak.leg import soak
-from scripts.soak.servers import LEGS, Leg, of_model
+from scripts.soak.servers import LEGS, of_model
 from sgl_kvpool import __version__
 from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.sglang_plugin.options import environment_problems
 
-SCHEMA = 2
+SCHEMA = 3
 #: Exit status of a soak without violations whose checks mean nothing.
 MEANS_NOTHING = 3
 #: Names in `in_server.breakages`, which is not imported here because it imports torch.
@@ -49,7 +48,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     names = [leg.name for leg in LEGS]
     parser.add_argument("--legs", nargs="+", choices=names, default=names, help="servers by name (all)")
-    parser.add_argument("--clients", type=int, default=6, help="number of concurrent clients (6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random requests (0)")
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
     parser.add_argument("--server-args", default="", help="more arguments of all servers, in one string")
@@ -62,8 +60,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0 < options.minutes < math.inf:
         parser.error(f"--minutes {options.minutes:g} is not above 0 and finite")
-    if options.clients < 1:
-        parser.error(f"--clients {options.clients} is below 1")
     if problems := environment_problems():
         parser.error("; ".join(problems))
     require_writable(parser, options.json)
@@ -86,10 +82,8 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "versions": {**{name: version(name) for name in ("sglang", "torch")}, "sgl-kvpool": __version__},
-        "python": platform.python_version(),
         "machine": machine(),
         "model": options.model or "demo",
-        "clients": options.clients,
         "seed": options.seed,
         "broken_on_purpose": options.breakages,
     }
@@ -97,38 +91,24 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(record: dict[str, Any]) -> None:
     """A few lines about one server."""
-    for name in (
-        "answers_complete",
-        "answers_given_up",
-        "found_tokens",
-        "server_counts",
-        "transfers_compared",
-    ):
+    for name in ("answers_complete", "found_tokens", "server_counts", "transfers_compared", "outputs"):
         if name in record:
             print(f"  {name.replace('_', ' ')}: {record[name]}")
-    if outputs := record.get("outputs"):
-        shown = {name: value for name, value in outputs.items() if name != "mismatches"}
-        print(f"  beside a cold run: {shown}")
-    if record.get("too_few"):
-        print(f"  TOO FEW REQUESTS to mean anything: {'; '.join(record['too_few'])}")
+    for few in record.get("too_few", ()):
+        print(f"  too few requests: {few}")
     for violation in record["violations"]:
         print(f"  VIOLATION: {violation}")
-
-
-def announcement(legs: Sequence[Leg], minutes: float) -> str:
-    """Text with the planned servers."""
-    return (
-        f"servers {', '.join(leg.name for leg in legs)}, one after the other, "
-        f"{60 * minutes / len(legs):.0f} s of traffic on each; then each is started again without caches, to "
-        "compare, which takes longer than the traffic"
-    )
 
 
 def main() -> int:
     """Soak, print, write; returns the exit status."""
     options = parse()
     report: dict[str, Any] = {**facts(options), "legs": []}
-    print(announcement(options.legs, options.minutes), flush=True)
+    print(
+        f"servers {', '.join(leg.name for leg in options.legs)}, one after the other, "
+        f"{60 * options.minutes / len(options.legs):.0f} s of traffic on each, then longer to compare",
+        flush=True,
+    )
     try:
         with signals_interrupt():
             soak_all(options, report["legs"])

@@ -14,8 +14,8 @@ from typing import Any
 
 from scripts.soak.prompts import NEW_TOKENS, Prompt
 
-#: Number of failed requests after which the clients stop.
-MANY = 10
+#: Concurrent clients, and failed requests after which they stop.
+CLIENTS, MANY = 6, 10
 
 #: Kinds of requests, and their relative frequency.
 KINDS = {
@@ -89,7 +89,6 @@ class Traffic:
 
     port: int
     prompts: Sequence[Prompt]
-    clients: int
     seed: int
     too_long_tokens: int
     outcomes: list[Outcome] = field(default_factory=list)
@@ -98,7 +97,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._rngs = [random.Random(f"{self.seed} {client}") for client in range(self.clients)]
+        self._rngs = [random.Random(f"{self.seed} {client}") for client in range(CLIENTS)]
 
     def run(self, seconds: float) -> None:
         """Run all clients for some time, and wait for the last answers."""

@@ -55,21 +55,18 @@ class ColdRun:
 class Comparison:
     """Comparison of a soak's outputs with a cold run's.
 
-    `outputs`, `tokens`: Number of compared outputs and tokens, including partial outputs of aborted requests.
+    `outputs`: Number of compared outputs, including partial outputs of aborted requests.
     `same_outputs`: Outputs that equal the cold run's in every token.
     `near_ties`: Outputs with other tokens, all of which the cold run, given the same preceding tokens, rates
       as good as its own within the tolerance.
-    `same_bits`: Tokens with exactly the cold run's log-probability.
     `largest_difference`, `mean_difference`: Differences of log-probabilities after the same preceding tokens.
     `mismatches`: Outputs beyond the tolerance, with the problem. One whose log-probabilities differ by more
       may also be a same output or a near tie.
     """
 
     outputs: int = 0
-    tokens: int = 0
     same_outputs: int = 0
     near_ties: int = 0
-    same_bits: int = 0
     compared_tokens: int = 0
     largest_difference: float = 0.0
     mean_difference: float = 0.0
@@ -90,7 +87,6 @@ def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float) -> Com
             continue
         expected = cold.greedy[outcome.prompt]
         result.outputs += 1
-        result.tokens += len(outcome.token_ids)
         pairs = []  # log-probabilities after the same preceding tokens
         problem = ""
         for at, (token, value) in enumerate(zip(outcome.token_ids, outcome.log_probabilities, strict=True)):
@@ -113,7 +109,6 @@ def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float) -> Com
             else:
                 result.near_ties += 1
         differences = [abs(ours - theirs) for ours, theirs in pairs]
-        result.same_bits += sum(ours == theirs for ours, theirs in pairs)
         result.compared_tokens += len(pairs)
         result.largest_difference = max([result.largest_difference, *differences])
         total += sum(differences)

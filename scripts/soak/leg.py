@@ -39,20 +39,12 @@ MEAN_ROUNDED = 0.05
 #: Largest growth of the scheduler's memory after the first round.
 GROWTH_LIMIT_BYTES = 256 << 20
 
-_DROPPED = "sglang:hicache_dropped_tokens_total"
 #: Counters of the server that go into the report.
 _REPORTED = {
     "evicted_tokens": "sglang:evicted_tokens_total",
     "backed_up_tokens": "sglang:hicache_backup_tokens_total",
     "loaded_tokens": "sglang:load_back_tokens_total",
-    "stored_tokens": "sglang:backuped_tokens_total",
     "fetched_tokens": "sglang:prefetched_tokens_total",
-    "dropped_unbacked_tokens": f'{_DROPPED}{{reason="write_through_unbacked_eviction"}}',
-    "dropped_by_host_pressure_tokens": f'{_DROPPED}{{reason="host_pressure"}}',
-    "aborted_requests": "sglang:num_aborted_requests_total",
-    "retracted_requests": "sglang:num_retracted_requests_total",
-    "bytes_to_host": 'sgl_kvpool_transfer_bytes_total{direction="to_host"}',
-    "bytes_to_device": 'sgl_kvpool_transfer_bytes_total{direction="to_device"}',
 }
 
 
@@ -86,7 +78,7 @@ def soak(leg: Leg, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         say("  serving")
         prompts = _prompts(server, leg, options.seed)
         too_long = leg.device_tokens + leg.page_size_tokens
-        traffic = Traffic(server.port, prompts, options.clients, options.seed, too_long)
+        traffic = Traffic(server.port, prompts, options.seed, too_long)
         record["server"] = _described(server, prompts)
         seconds = 60 * options.minutes / len(options.legs)
         try:
@@ -126,13 +118,10 @@ def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
 def _described(server: Server, prompts: Sequence[Prompt]) -> dict[str, Any]:
     info = server.info()
     names = ("kv_cache_layout", "kv_cache_arrangement", "kv_host_layout", "page_size", "max_total_num_tokens")
-    lengths = [len(prompt.token_ids) for prompt in prompts]
     return {
         **{name: info[name] for name in names if name in info},
         "arguments": server.arguments,
-        "prompts": len(prompts),
-        "prompt_tokens": sum(lengths),
-        "longest_prompt_tokens": max(lengths),
+        "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
     }
 
 

@@ -81,7 +81,7 @@ def results(bf16):
         difference=Difference(0.004, 0.0012, 0.98765, 0.0123, 0.00045),
         hidden=[True, False],
     )
-    return [bf16, fp4]
+    return [dataclasses.replace(bf16, hidden=[True, True]), fp4]
 
 
 def test_a_wrong_hit_in_the_host_tier_is_said(results):
@@ -94,7 +94,7 @@ def test_a_wrong_hit_in_the_host_tier_is_said(results):
 
 def test_table(results):
     lines = report.table(results, "byte").splitlines()
-    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-", "-", "-"]
+    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-", "-", "2", "of", "2"]
     expected = "fp4 416 45371 3.0120 +0.40 % (0.12) 0.01230 (0.00045) 98.77 % 1 of 2"
     assert lines[3].split() == expected.split()
     alone = dataclasses.replace(results[1], difference=None)

@@ -54,7 +54,7 @@ def test_perplexity_in_float64(facts):
 
 def test_card_states_the_facts(facts):
     card = (model_path() / "README.md").read_text()
-    assert f"{facts['held_out_perplexity']['fp4']:.3f}" in card
+    assert f"{facts['held_out_perplexity']['bf16']:.3f}" in card
     assert f"{facts['steps']} steps" in card
     assert (model_path() / "LICENSE-held-out.txt").read_text().startswith("A. HISTORY OF THE SOFTWARE")
 

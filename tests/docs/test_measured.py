@@ -16,7 +16,7 @@ def test_the_page_has_the_numbers(page, name):
     if name == "errors":
         pytest.importorskip("sglang")
     text, table = page.read_text(), {name: tables.PAGES[page][name]}
-    assert page_tables.updated(text, table) == text, "run python -m scripts.figures.tables --write"
+    assert page_tables.updated(text, table) == text, "run python -m scripts.figures.tables"
 
 
 def test_every_layout_and_file_is_on_a_page():
@@ -28,4 +28,4 @@ def test_every_layout_and_file_is_on_a_page():
 
 @pytest.mark.parametrize("path", draw_rows.PICTURES, ids=lambda path: path.stem)
 def test_the_picture_is_what_the_script_draws(path):
-    assert path.read_text() == draw_rows.PICTURES[path](), "run python -m scripts.figures.draw_rows --write"
+    assert path.read_text() == draw_rows.PICTURES[path](), "run python -m scripts.figures.draw_rows"

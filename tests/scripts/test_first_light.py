@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 from live_processes import naming
 from step_cases import GOOD, good, measured, step
 
-from scripts.bench.measurements import measurements as of_benchmark
 from scripts.bench.tiles import tile_table
 from scripts.h100_regression import main
 from scripts.kit.environment import ROOT, Machine
@@ -26,31 +26,19 @@ from sgl_kvpool.attention.decode_config import TileConfig
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
 
-# ------------------------------------------------------------------------------------------- steps
-
 
 def test_it_needs_torch_alone_and_fits_into_nine_minutes():
-    steps = first_light_steps(ONLY_TORCH, on_gpu=True)
+    steps = first_light_steps(on_gpu=True)
     assert [step.name for step in steps] == [
         *("tests-core", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "tiles-64", "codec-quick"),
         "transfer-quick",
     ]
-    assert [ONLY_TORCH.missing(step.needs) or step.without for step in steps] == [""] * len(steps)
+    assert [ONLY_TORCH.missing(step.needs) for step in steps] == [None] * len(steps)
     assert all(0 < step.expected_s < step.limit_s for step in steps)
     # What hangs is ended after at most 30 s more.
     assert sum(step.limit_s for step in steps) <= MINUTES * 60 <= 9 * 60 - 30
     # Results of the tests and the tiles of 16 heads are there after three minutes.
     assert sum(step.expected_s for step in steps[:2]) < 3 * 60
-
-
-@pytest.mark.parametrize("machine", [Machine(modules=ONLY_TORCH.modules), ONLY_TORCH])
-def test_a_rehearsal_on_the_cpu_skips_what_needs_a_gpu(machine):
-    steps = first_light_steps(machine, on_gpu=False)
-    reasons = {step.name: step.without or machine.missing(step.needs) for step in steps}
-    skipped = {name: why for name, why in reasons.items() if why}
-    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
-    assert skipped == {"tests-core": reason}
-    assert all(step.name in skipped or "cuda" not in step.command for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +56,6 @@ def test_refusals(argv, why, capsys):
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 2  # how it is called, and what is wrong
     assert why in printed[1]
-
-
-# --------------------------------------------------------------------------------------- the folder
 
 
 #: Beyond its limit.
@@ -101,32 +86,24 @@ def runs(out, name):
 def test_steps_that_fail_hang_or_are_missing(tmp_path):
     every = (
         good("good"),
-        step("crashes", "import os; os.kill(os.getpid(), 11)"),
         step("hangs", "import time; time.sleep(600)", limit_s=1.0),
         good("wrong", WRONG),
-        step(
-            "garbage",
-            "(folder / 'measurements.jsonl').write_text('{')\n(folder / 'results.json').write_text('{')",
-        ),
+        step("garbage", "(folder / 'results.json').write_text('{')"),
         good("elsewhere", needs=("gpu",)),
         good("last"),
     )
     status, found = go(tmp_path, *every)
     assert status == 1
     assert statuses(found) == {
-        "good": "ok", "crashes": "failed", "hangs": "timed out", "wrong": "failed", "garbage": "failed",
-        "elsewhere": "skipped", "last": "ok",
+        "good": "ok", "hangs": "timed out", "wrong": "failed", "garbage": "failed", "elsewhere": "skipped",
+        "last": "ok",
     }  # fmt: skip
     text = (tmp_path / "first_light.txt").read_text()
-    assert "7 steps: 2 ok, 3 failed, 1 timed out, 1 skipped" in text
-    assert "crashes failed: killed by SIGSEGV" in text
+    assert "6 steps: 2 ok, 1 timed out, 2 failed, 1 skipped" in text
     assert "wrong failed: wrong rows: 3 rows, limit at most 0" in text
-    assert "hangs timed out: ended at its limit of 1 s" in text
-    assert "elsewhere skipped: torch sees no GPU" in text
     # Again: what has a result, good or bad, stays.
     status, found = go(tmp_path, *every)
     assert (status, runs(tmp_path, "good"), runs(tmp_path, "wrong"), runs(tmp_path, "last")) == (1, 1, 1, 1)
-    assert statuses(found)["crashes"] == "failed"
     assert found["steps"][0]["measurements"][0]["value"] == 42.0
     assert read_run(tmp_path / "results.jsonl").is_complete
 
@@ -157,12 +134,6 @@ def test_results_of_other_code_or_of_another_gpu_are_not_mixed(tmp_path, name, v
     assert statuses(found_in(tmp_path)) == {"first": "ok"}
 
 
-def test_a_folder_that_something_else_wrote(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"line": "step"}\n')
-    with pytest.raises(ValueError, match="does not begin with a line"):
-        go(tmp_path, good("first"))
-
-
 def test_a_line_that_was_cut_off(tmp_path):
     """A run killed while it wrote the line of a step."""
     go(tmp_path, good("first"), good("second"))
@@ -176,8 +147,6 @@ def test_a_line_that_was_cut_off(tmp_path):
     assert [len(one["measurements"]) for one in found["steps"]] == [1, 1]
     assert read_run(journal).steps["second"].measurements == (GOOD,)
 
-
-# -------------------------------------------------------------------------------------- the command
 
 SCRIPT = ROOT / "scripts" / "h100_regression.py"
 #: Two steps in this order, of which the second takes half a minute at least.
@@ -220,31 +189,18 @@ def test_a_killed_run_is_continued(tmp_path):
     assert len(found["sources_sha256"]) == 64
 
 
-# ------------------------------------------------------------------------------------------ the page
-
-
-def tile_row(
-    us, *, layout="fp4", heads=16, batch=64, rows=64, warps=8, programs=1, part="tile", splits=2, **more
-):
-    tile = {
-        "query_heads": heads,
-        "block_rows": rows,
-        "warps": warps,
-        "stages": 1,
-        "programs_per_sm": programs,
-    }
+def tile_row(us, *, layout="fp4", rows=64, part="tile", splits=2):
     job = {
-        "part": part, "kind": "dense", "heads": heads, "batch": batch, "context": 32768,
-        "rows_per_list": 32768, "layout": layout, "tile": tile, "splits": splits,
+        "part": part, "kind": "dense", "heads": 16, "batch": 64, "context": 32768, "rows_per_list": 32768,
+        "layout": layout, "tile": asdict(TileConfig(16, rows, 8, 1, 1)), "splits": splits,
     }  # fmt: skip
-    return {"job": job, "status": "measured", "us": us, "graph_us": us, **more}
+    return {"job": job, "status": "measured", "us": us, "graph_us": us}
 
 
 @pytest.fixture
 def light(tmp_path, monkeypatch):
     """A run as on a GPU, with the files of its steps and another table than decode_config.py's."""
-    present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
-    present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
+    present = [(layout, TileConfig(heads, 64, 8, 1, 1)) for layout in MLAKVCacheLayout for heads in (16, 32)]
     monkeypatch.setattr(tile_table, "table", lambda kernel="gluon": iter(present))
     steps = [Step(name, name, (), 1, measurements) for name in ("tests-core", "tiles-16", "attention-quick")]
     facts = {**FACTS, "gpu": "NVIDIA H100 80GB HBM3", "commit": "c" * 40}
@@ -265,7 +221,6 @@ def light(tmp_path, monkeypatch):
                 tile_row(100.0),
                 tile_row(60.0, rows=128),
                 tile_row(51.0, rows=128, part="splits", splits=4),
-                tile_row(70.0, warps=4, programs=2),
                 {**tile_row(0, layout="fp8"), "status": "wrong", "reason": "query 0: relative error 1"},
                 tile_row(80.0, layout="fp8", rows=128),
             ],
@@ -278,10 +233,7 @@ def light(tmp_path, monkeypatch):
     return found
 
 
-def test_the_page(light, monkeypatch):
-    own = [TileConfig(heads, block_rows=64, warps=8, stages=1, programs_per_sm=1) for heads in (16, 32)]
-    table = [(layout, tile) for layout in MLAKVCacheLayout for tile in own]
-    monkeypatch.setattr(tile_table, "table", lambda kernel="gluon": iter(table))
+def test_the_page(light):
     text = light.text()
     assert text.startswith("NVIDIA H100 80GB HBM3, driver ")
     assert f"commit {'c' * 40}" in text
@@ -292,20 +244,7 @@ def test_the_page(light, monkeypatch):
     table = text[text.index("_TABLE") : text.index("\n}\n")]
     latents = "E2M1_IN_BLOCKS", "E4M3_BY_K_SCALE"
     fp4, fp8 = (table.split(f"_E.{name}: (")[1].split("\n    ),")[0] for name in latents)
-    best = (
-        "TileConfig(query_heads=16, block_rows=128, warps=8, stages=1, programs_per_sm=1, kernel='triton', "
-    )
-    assert best in fp4
-    assert best in fp8
-    assert (
-        "fp4: 16 heads: triton, 16 query heads, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time"
-        in text
-    )
+    assert repr(TileConfig(16, 128, 8, 1, 1)) in fp4
+    assert repr(TileConfig(16, 128, 8, 1, 1)) in fp8
+    assert "128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time" in text
     assert "4 splits take 0.85 of the time of the rule's 2" in text
-
-
-def test_measurements_of_tiles(light):
-    found = {one.metric: one for one in of_benchmark(light.out / "steps" / "tiles-16")}
-    assert sum(one.unit == "us" for one in found.values()) == 5
-    assert found["wrong or failed results"].passed is False
-    assert found["wrong or failed results"].note == "fp8, triton"

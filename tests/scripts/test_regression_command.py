@@ -77,20 +77,3 @@ def test_a_step_that_fails_fails_the_run(tmp_path):
     assert run.returncode == 1, printed
     assert "1 steps: 1 timed out" in printed
     assert "codec-quick timed out: ended at its limit of 0 s" in printed
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--minutes", "x"], "argument --minutes: x is not a positive number"),
-        (["--core", "--only", "codec-quick", "--out", "{file}"], "{file}: File exists"),
-    ],
-)
-def test_bad_arguments_are_one_line(tmp_path, words, said):
-    file = tmp_path / "file"
-    file.write_text("")
-    process = start(*(word.format(file=file) for word in words))
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert printed.splitlines()[-1] == "h100_regression.py: error: " + said.format(file=file)
-    assert "Traceback" not in printed

@@ -1,5 +1,6 @@
 """The census of `scripts.soak` over a host pool with free, used, leaked and lost pages."""
 
+import pytest
 import torch
 from host_tier import host_pool
 from pools import device_pool
@@ -13,6 +14,7 @@ def slots_of(pages):
     return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
 
 
+@pytest.mark.usefixtures("published")
 def test_pages_of_the_host_are_counted():
     pool = host_pool(device_pool("fp4", page_size=PAGE))
     taken = pool.alloc(5 * PAGE)

@@ -8,7 +8,7 @@ has the limit of rows per second that each tile's machine code sets.
 and neither pass nor miss a target.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.bench.attention.cases import CPU_GRID, GPU_GRID, cases
@@ -17,7 +17,6 @@ from scripts.bench.attention.inputs import RANK, ROPE
 from scripts.bench.attention.measure import MeasuredAttention
 from scripts.bench.attention.peers import Runner, runners
 from scripts.bench.attention.targets import add_ratios, targets
-from scripts.bench.measurements import what
 from scripts.bench.sweep import Skipped, first_line
 from sgl_kvpool import MLAKVCacheLayout
 
@@ -62,11 +61,3 @@ class Attention(MeasuredAttention):
     def targets(self, rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[dict[str, Any]]:
         add_ratios(rows)
         return targets(rows, GPU_GRID) if self.on_gpu else []
-
-    def text(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-        for row in rows if self.on_gpu else ():
-            ratios = [f"{ratio:.2f}x {name}" for name, ratio in row.get("times_as_fast_as", {}).items()]
-            if row.get("time_to_layer_major"):
-                ratios.append(f"{row['time_to_layer_major']:.2f} of layer_major's time")
-            if ratios:
-                yield f"{what(row['job'])}: {'; '.join(ratios)}"

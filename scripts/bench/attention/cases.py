@@ -21,9 +21,7 @@ PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
 #: Layouts that are compared with SGLang's FP4 path.
 FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Encoding.E2M1)
 #: Layout of the rows that a peer attends; BF16 for peers that are not listed.
-_LAYOUT_OF_PEER = {
-    "flashmla_sparse_fp8": MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE,
-}
+_LAYOUT_OF_PEER = {"flashmla_sparse_fp8": MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE}
 
 
 @dataclass(frozen=True)

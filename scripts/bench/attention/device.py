@@ -83,7 +83,7 @@ class CudaDevice:
             "l2_bytes": self.properties.L2_cache_size,
             "memory_bytes": self.properties.total_memory,
             "cuda": torch.version.cuda,
-            "driver": driver_facts(f"GPU-{self.properties.uuid}"),
+            "driver": driver_facts(),
         }
 
     def _rounds(self, us: float) -> int:

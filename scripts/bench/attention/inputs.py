@@ -43,10 +43,6 @@ class Problem:
     q: torch.Tensor
     _expected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def sets(self) -> int:
-        return len(self.kv_indices)
-
     def on_rows(self, pool: torch.Tensor, fmt: RowFormat) -> Problem:
         """The same lists on another pool."""
         return replace(self, pool=pool, fmt=fmt, _expected={})

@@ -238,9 +238,6 @@ class FlashmlaSparseFp8(Flashmla):
     Heads are padded to 64 or 128 as SGLang does, before the clock starts.
     """
 
-    def refusal(self, workload: Workload) -> str | None:
-        return "made for up to 128 heads" if workload.heads > 128 else None
-
     def prepare(self, problem: Problem) -> Prepared:
         w = problem.workload
         rows = problem.pool.view(-1, PAGE_SIZE, 1, problem.fmt.row_bytes).view(torch.float8_e4m3fn)

@@ -42,7 +42,7 @@ def take(scheduler: Any) -> dict[str, Any]:
         },
         "device": _device(scheduler, tree, nodes),
         "host": None if host_pool is None else _host(host_pool, nodes),
-        "tree": {"nodes": len(nodes), "problem": _sanity(tree)},
+        "tree": {"problem": _sanity(tree)},
         "bytes": _bytes(scheduler, host_pool, nodes),
         "transfers": transfers.report(),
         "resident_bytes": _resident_bytes(),
@@ -175,7 +175,6 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
     return {
         **_places(range(host_pool.page_num), free, held),
         "page_size_tokens": page_size,
-        "size_tokens": host_pool.logical_size,
         "available_tokens": host_pool.available_size(),
         # Bytes that transfers move, without the padding and checksum of our tier's pages.
         "token_bytes": getattr(host_pool, "page_bytes", page_size * host_pool.get_size_per_token())

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts.bench.attention.benchmark import Attention
 from scripts.bench.attention.cases import CPU_GRID, PEERS, Workload, cases
@@ -91,16 +90,6 @@ def test_runners_that_fail_or_are_skipped():
         assert measured(case={**CASE, "runner": peer})["reason"] == "needs a CUDA device"
 
 
-def test_a_pool_that_does_not_fit():
-    class Small(CpuDevice):
-        def free_bytes(self):
-            return 1000
-
-    row = measured(device=Small())
-    assert row["status"] == "skipped"
-    assert row["reason"].startswith("pool of")
-
-
 def test_times_in_a_graph_are_checked_too():
     class Graphs(CpuDevice):
         wrong = False
@@ -143,31 +132,6 @@ def test_lists_of_the_inputs(arrangement):
     assert problem.kv_lens.tolist() == [125, 126, 127, 128] * 3
     assert (problem.page is not None) == (arrangement == "page_major")
     assert problem.pool.stride(0) == 576 * (3 if arrangement == "token_major" else 1)
-
-
-def test_top_k_lists():
-    workload = Workload("sparse", 2, 3, 128, 40)
-    problem = make_problem(workload, MLAKVCacheLayout("bf16").row_format(512, 64), CpuDevice())
-    for kv_indices in problem.kv_indices:
-        for ids, pages in zip(kv_indices, problem.page_tables[0], strict=True):
-            assert len(ids.unique()) == 40
-            assert set((ids // 64).tolist()) <= set(pages.tolist())
-    assert not torch.equal(*problem.kv_indices)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("layout", [layout.value for layout in MLAKVCacheLayout])
-def test_a_measurement_on_a_gpu(layout):
-    bench = Attention(Namespace(quick=False, device="cuda"))
-    bench.start()
-    case = {"runner": "kvpool", "layout": layout, **Workload("dense", 16, 4, 1024, 1024).as_case()}
-    row = result_of(bench, case)
-    assert row["status"] == "measured", row
-    assert "no_graph" not in row
-    assert 0 < row["graph_us"] < 10 * row["us"]
-    l2 = bench.device.properties.L2_cache_size
-    assert row["rotating_sets"] * 4096 * MLAKVCacheLayout(layout).row_format(512, 64).row_bytes > 4 * l2
 
 
 # Peers do not run here, but their arguments have to match their signatures.

@@ -6,13 +6,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from argparse import Namespace
 
 import pytest
 from live_processes import ended
 
 from scripts.bench.measurements import measurements
-from scripts.bench.tests import PytestCases, in_order
+from scripts.bench.tests import in_order
 from scripts.kit.environment import on_path
 
 TESTS = """
@@ -129,24 +128,6 @@ def test_every_way_to_end(project, run, tmp_path):
     assert "WRONG: test=test_some.py::test_bad[1]: wrong: AssertionError: not five" in printed
 
 
-def test_what_has_a_result_is_not_run_again(project, run, tmp_path):
-    code = """
-        from pathlib import Path
-        def test_one(): Path("one").open("a").write("x")
-        def test_two(): Path("two").open("a").write("x")
-    """
-    files = project(test_counts=code)
-    assert run(*files, "--continue")[0] == 0
-    path = tmp_path / "out" / "results.json"
-    report = json.loads(path.read_text())
-    path.write_text(json.dumps({**report, "results": report["results"][:1]}))
-    status, found, _ = run(*files, "--continue")
-    assert status == 0
-    ran = {name: len((project.folder / name).read_text()) for name in ("one", "two")}
-    assert sorted(ran.values()) == [1, 2]
-    assert len(found) == 2
-
-
 def test_what_breaks_cuda_fails_alone(project, run):
     status, found, _ = run(*project(test_cuda=BREAKS_CUDA))
     assert status == 1
@@ -178,28 +159,11 @@ def test_in_one_process_the_fixtures_of_a_module_are_kept(project, run, tmp_path
     assert "error: pytest ended with status 4 before its first test" in printed
 
 
-def test_only_skipped_tests_are_no_success(project, run):
-    files = project(test_some="""
-        import pytest
-        pytestmark = pytest.mark.skip(reason="no kernel here")
-        def test_one(): pass
-    """)  # fmt: skip
-    status, found, printed = run(*files)
-    assert (status, list(found.values())) == (1, [("skipped", "no kernel here")])
-    assert "WRONG: nothing was measured\n" in printed
-
-
 def test_without_tests(run):
     status, found, printed = run("test_no_such_file.py")
     assert (status, found) == (1, {})
     assert "pytest ended with status 4 before its first test" in printed
     assert "WRONG: nothing was measured\n" in printed
-
-
-def test_tests_that_were_not_run_are_wrong():
-    rows = [{"job": {"test": "a.py::one"}, "status": "not run", "reason": "the 1 minutes were spent"}]
-    bench = PytestCases(Namespace(quick=False, device="cpu"))
-    assert bench.wrong(rows) == ["1 tests not run"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
