@@ -31,8 +31,8 @@ KVPOOL_HD uint16_t bf16_bits(float value) {
 // Finite form of the fp32 bits of a bf16: NaN becomes 0, infinities the largest finite bf16.
 KVPOOL_HD uint32_t finite_bits(uint32_t wide) {
   const uint32_t magnitude = wide & 0x7FFFFFFFu;
-  const uint32_t finite = magnitude == 0x7F800000u ? wide - 0x10000u : wide;
-  return magnitude > 0x7F800000u ? 0u : finite;
+  const uint32_t finite = magnitude < 0x7F7F0000u ? magnitude : 0x7F7F0000u;
+  return magnitude > 0x7F800000u ? 0u : finite | (wide & 0x80000000u);
 }
 
 // ---------------------------------------------------------------------------------------------- e4m3
@@ -49,8 +49,7 @@ KVPOOL_HD float e4m3_value(uint8_t code) {
 KVPOOL_HD uint8_t e4m3_code(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t sign = (bits >> 24) & 0x80u;
-  const float whole = float_of(bits & 0x7FFFFFFFu);
-  const float size = whole > kE4m3Max ? kE4m3Max : whole;
+  const float size = smaller(float_of(bits & 0x7FFFFFFFu), kE4m3Max);
   // Below 2^-6 steps are 2^-9 wide, the spacing of fp32 between 2^14 and 2^15: the addition itself rounds.
   const uint32_t subnormal = bits_of(add(size, 16384.0f)) - bits_of(16384.0f);
   const uint32_t normal = ((bits_of(size) + 0x7FFFFu + ((bits_of(size) >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
@@ -80,10 +79,9 @@ KVPOOL_HD uint32_t ue5m3_byte(float value) {
 
 // Nearest e2m1 magnitude of a non-negative value; values above 6 give 6.
 KVPOOL_HD float e2m1_rounded(float size) {
-  size = size < kE2m1Max ? size : kE2m1Max;
+  size = smaller(size, kE2m1Max);
   // Steps are half of the value's power of two, 0.5 below 1: the fp32 spacing at 2^22 times that power.
-  const float at_least_one = size > 1.0f ? size : 1.0f;
-  const float spacer = float_of((bits_of(at_least_one) & 0x7F800000u) + (22u << 23));
+  const float spacer = float_of((bits_of(larger(size, 1.0f)) & 0x7F800000u) + (22u << 23));
   return subtract(add(size, spacer), spacer);
 }
 
@@ -91,7 +89,7 @@ KVPOOL_HD float e2m1_rounded(float size) {
 // A quotient halfway between two e2m1 magnitudes is exact. All other quotients are at least 2^-10 away from the middle,
 // and the result is on the same side of the middle as the quotient. (tests/codec/test_codec_rules.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
-  const float size = product < kE2m1Max ? product : kE2m1Max;
+  const float size = smaller(product, kE2m1Max);
   return subtract(add(size, 3072.0f), 3072.0f);  // a multiple of 2^-12
 }
 
