@@ -139,12 +139,14 @@ def decoder_role(
         units = units + (_load_unit(pool, coming, u, ROW_STRIDE, SCALE, SCALE_AT),)  # noqa: RUF005
     scales = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
     rope = load_register_parts(pool, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, ROPE_IN_REGISTERS, WARPS)
-    entries = _entries(kv_indices, begin + ROWS, end, kv_indices_stride)
+    entries = _entries(kv_indices, begin + ROWS, stop, kv_indices_stride)
     block = 0
     for start in range(begin, stop, ROWS):
+        if SCALE == "fp32":  # int64 entries leave no register for a counter, or for `end` beside `stop`
+            block = (start - begin) // ROWS
         at = block & 1
         coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
-        entries = _entries(kv_indices, start + 2 * ROWS, end, kv_indices_stride)
+        entries = _entries(kv_indices, start + 2 * ROWS, stop, kv_indices_stride)
         mbarrier.wait(empty.index(at), ((block >> 1) & 1) ^ 1)
         numbers.index((block + 1) & 3).store(coming)
         of_tiles = _scale_of_each_tile(scales, SCALE)
@@ -165,4 +167,4 @@ def decoder_role(
         units = of_next
         fence_async_shared()
         mbarrier.arrive(full.index(at), count=1)
-        block += 1  # noqa: SIM113
+        block += 1

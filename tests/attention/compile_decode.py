@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 
+from scripts.figures import loop_costs
+
 
 def compile_decode(
     layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, kernel="triton", tile=None
@@ -109,12 +111,13 @@ def machine_code(compiled, *options):
 
 
 def facts(compiled, sass, usage):
-    """What tests and `scripts/figures/attention_facts.py` read from the machine code."""
+    """What tests and `scripts/figures/attention_facts.py` read from the code, of nvdisasm -hex."""
     resources = dict(re.findall(r"(REG|STACK):(\d+)", usage))
 
     def count(pattern):
         return len(re.findall(pattern, sass))
 
+    roles = loop_costs.role_loops(sass) if "HGMMA" in sass else []
     return {
         "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
         "registers": int(resources["REG"]),
@@ -125,6 +128,7 @@ def facts(compiled, sass, usage):
         "wgmma": count(r"\bHGMMA\b"),
         "mma_sync": count(r"\bHMMA\b"),
         "ldmatrix_4": count(r"\bLDSM\.(?:\w+\.)*M88\.4\b"),
+        "spills_in_loops": sum(i.name in ("LDL", "STL") for loop in roles for i in loop.instructions),
         "packed_products": count(r"\bH(?:MUL|FMA)2\b"),
         "instructions": count(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
     }
@@ -137,7 +141,7 @@ def main():
         job = dict(job)
         merge = job.pop("merge", False)
         compiled = compile_merge(**job) if merge else compile_decode(**job)
-        sass, usage = machine_code(compiled)
+        sass, usage = machine_code(compiled, "-hex")
         found.append(facts(compiled, sass, usage))
         if len(sys.argv) > 2:
             name = "-".join(str(value).strip("*") for value in job.values())

@@ -38,6 +38,7 @@ GLUON_OTHERS = [
     for heads in (8, 64)
     for layout, more in (
         ("fp4", {"ids": "*i64", "page": [64, 3904]}),
+        ("fp8_block_scale", {"ids": "*i64", "page": [64, 3904]}),
         ("fp8_block_scale", {"splits": 1}),
     )
 ]
@@ -57,15 +58,17 @@ OLDER = "3.6.0"
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 #: Largest shared memory of a program on sm_90.
 SHARED_BYTES = 227 * 1024
-#: What the compiler may spill per thread; `test_attention_facts.py` has the limits of each tile. `gluon_wide`
-#: spills after its loops only.
+#: What the compiler may spill per thread; `test_attention_facts.py` has the limits of each tile.
 SPILLED_BYTES = 192
 SPILLED_BYTES_OF_WIDE = 352
 
 
+def is_wide(job):
+    return job.get("kernel") == "gluon" and job["heads"] * job.get("queries", 1) > 32
+
+
 def may_spill(job):
-    is_wide = job.get("kernel") == "gluon" and job["heads"] * job.get("queries", 1) > 32
-    return SPILLED_BYTES_OF_WIDE if is_wide else SPILLED_BYTES
+    return SPILLED_BYTES_OF_WIDE if is_wide(job) else SPILLED_BYTES
 
 
 def tile_of(job):
@@ -171,6 +174,11 @@ def test_gluon_copies_rows_and_multiplies_from_registers(compiled, job):
     assert found["loads_16_bytes"] == late_bytes // 16 / threads_per_row + of_queries
     # An A operand that went through shared memory would be loaded four matrices at a time.
     assert found["ldmatrix_4"] == 0
+
+
+@pytest.mark.parametrize("job", [job for job in GLUON + GLUON_OTHERS if is_wide(job)], ids=str)
+def test_wide_spills_after_its_loops_only(compiled, job):
+    assert compiled[str(job)]["spills_in_loops"] == 0
 
 
 @pytest.mark.parametrize("job", WIDE, ids=lambda job: job["layout"])
