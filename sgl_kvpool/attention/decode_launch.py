@@ -47,6 +47,7 @@ def decode_constants(
         "CHUNK": chunk,
         "SLICE": loaded,
         "BLOCK": config.tile.block_rows,
+        "SPLIT": config.splits > 1,
         "AHEAD": decoded,
     }
 
@@ -60,7 +61,11 @@ def gluon_constants(
     return {
         **_of_all(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
-        **({"REG_PARTS": tile.register_parts, "WARPS": tile.warps} if tile.kernel == "gluon" else {}),
+        **(
+            {"REG_PARTS": tile.register_parts, "WARPS": tile.warps, "SPLIT": config.splits > 1}
+            if tile.kernel == "gluon"
+            else {}
+        ),
     }
 
 
@@ -76,7 +81,6 @@ def _of_all(
         "HEADS": heads,
         "QUERIES": queries_per_list,
         "BLOCK_H": config.tile.query_heads,
-        "SPLIT": config.splits > 1,
     }
 
 
@@ -125,10 +129,8 @@ def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -
     native = codec_triton.is_native(pool.device)
     splits = config.splits
     query_heads = tokens * heads
-    results = results_lse = None
-    if splits > 1:
-        results = partial[: splits * query_heads * rank]
-        results_lse = partial[splits * query_heads * rank : splits * query_heads * (rank + 1)]
+    results = partial[: splits * query_heads * rank]
+    results_lse = partial[splits * query_heads * rank : splits * query_heads * (rank + 1)]
     # FP4's operands are scaled by 2**VALUE_SCALE_EXPONENT.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
     kernel = decode_kernel_fn(config.tile.kernel)

@@ -75,7 +75,7 @@ def _scores_role(
     value_scale, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, is_part, splits, query_heads,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride, R: gl.constexpr,
     NOPE: gl.constexpr, ROPE: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr,
-    SPLIT: gl.constexpr, TILES: gl.constexpr,
+    TILES: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = scores_layout(ROWS, WARPS)
     V: gl.constexpr = scores_layout(R // 2, WARPS)
@@ -125,10 +125,10 @@ def _scores_role(
     mbarrier.wait(p_empty, (block & 1) ^ 1)
     factors.store(normal)
     mbarrier.arrive(p_full, count=1)
-    tile, split, group = place_of(program_again(), splits, TILES, SPLIT)
+    tile, split, group = place_of(program_again(), splits, TILES, True)
     token, head, exists = heads_of_tile(tile, group, HEADS, QUERIES, _TILE, HEAD)
     normal = gl.convert_layout(normal, HEAD_OF_V, assert_trivial=True)
-    if SPLIT and is_part:
+    if is_part:
         place = split.to(gl.int64) * query_heads
         _write_half(partial_ptr + place * R, o, normal, 0, tile, group, HEADS * R, R, NOPE, HEADS, QUERIES)
         gl.store(partial_lse_ptr + place + token * HEADS + head, lse, mask=exists)
@@ -143,7 +143,7 @@ def _scores_role(
 def _values_role(
     tiles, weights, factors, bars, begin, stop, out_ptr, partial_ptr, is_part, splits, query_heads,
     out_token_stride, out_head_stride, R: gl.constexpr, NOPE: gl.constexpr, HEADS: gl.constexpr,
-    QUERIES: gl.constexpr, SPLIT: gl.constexpr, TILES: gl.constexpr,
+    QUERIES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     V: gl.constexpr = scores_layout(R // 2, WARPS)
     HEAD: gl.constexpr = gl.SliceLayout(1, V)
@@ -160,8 +160,8 @@ def _values_role(
         block += 1
     mbarrier.wait(p_full, block & 1)
     normal = factors.load(HEAD)
-    tile, split, group = place_of(program_again(), splits, TILES, SPLIT)
-    if SPLIT and is_part:
+    tile, split, group = place_of(program_again(), splits, TILES, True)
+    if is_part:
         place = split.to(gl.int64) * query_heads
         _write_half(partial_ptr + place * R, o, normal, 2, tile, group, HEADS * R, R, NOPE, HEADS, QUERIES)
     else:
@@ -184,23 +184,21 @@ def gluon_wide_decode_kernel(
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
     SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`."""
+    """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`.
+
+    A kernel of its own for lists without splits would spill a register in the loop.
+    """
     gl.static_assert(BLOCK_H == _TILE)
     TILES: gl.constexpr = (QUERIES * HEADS + _TILE - 1) // _TILE
-    tile, split, group = place_of(gl.program_id(0), splits, TILES, SPLIT)
+    tile, split, group = place_of(gl.program_id(0), splits, TILES, True)
     list_index, length, begin, end = rows_of_part(
-        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, ROWS, SPLIT
+        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, ROWS, True
     )
-    is_part = False
-    if SPLIT:
-        if begin >= length:
-            return  # an empty split, which the merge skips
-        is_part = begin > 0 or end < length
-        stop = end
-    else:
-        stop = gl.maximum(end, 1)  # without a merge, an empty list runs one block, without rows
+    if begin >= length and splits > 1:
+        return  # an empty split, which the merge skips
+    is_part = begin > 0 or end < length
+    stop = gl.maximum(end, 1)  # without a merge, an empty list runs one block, without rows
     kv_indices = kv_indices_ptr + list_index * kv_indices_list_stride
 
     tiles = (_two_tiles(R // 2), _two_tiles(R // 2))
@@ -241,11 +239,11 @@ def gluon_wide_decode_kernel(
             queries, rope_queries, tiles, ropes, numbers, weights, factors, limits, bars, begin, stop,
             score_scale, value_scale, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, is_part, splits,
             query_heads, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride, R, NOPE, ROPE,
-            HEADS, QUERIES, SPLIT, TILES,
+            HEADS, QUERIES, TILES,
         )),
         (_values_role, (
             tiles, weights, factors, bars, begin, stop, out_ptr, partial_ptr, is_part, splits, query_heads,
-            out_token_stride, out_head_stride, R, NOPE, HEADS, QUERIES, SPLIT, TILES,
+            out_token_stride, out_head_stride, R, NOPE, HEADS, QUERIES, TILES,
         )),
         (decoder_role, (
             pool_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride,

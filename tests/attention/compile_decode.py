@@ -45,8 +45,6 @@ def compile_decode(
     constants |= {"ROW_STRIDE": fmt.row_bytes}
     # The launcher makes a stride of 1 and None constants.
     constants |= {"kv_indices_stride": 1, "lse_head_stride": 1}
-    if splits == 1:
-        constants |= {"partial_ptr": None, "partial_lse_ptr": None}
     if not rope:
         constants |= {"q_rope_ptr": None}
     signature = dict.fromkeys(fn.arg_names, "i32")
