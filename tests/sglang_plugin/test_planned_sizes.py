@@ -29,6 +29,7 @@ TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilela
 #: in bf16, and 8 matrices of 128 x 128 in float32.
 STATE_BYTES = 3 * 3 * 1024 * 2 + 8 * 128 * 128 * 4
 TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
+GROUPS = ["--tp-size", "8", "--attn-dp-size", "4"]
 #: name: model, layout, arguments of further plans.
 OTHERS = {
     "heuristic": ("deepseek_v32", "fp4", ["--tp-size", "8"]),
@@ -42,6 +43,8 @@ OTHERS = {
     "capped": ("kimi_k2", "fp4", ["--tp-size", "8", "--max-total-tokens", "1000"]),
     "more stages than layers": ("kimi_k2", None, ["--tp-size", "1", "--pp-size", "62"]),
     "more nodes than ranks": ("kimi_k2", None, ["--tp-size", "2", "--pp-size", "2", "--nnodes", "8"]),
+    "parts of groups": ("kimi_k2", None, [*GROUPS, "--dcp-size", "2"]),
+    "parts above a group": ("kimi_k2", None, [*GROUPS, "--dcp-size", "4"]),
     "unequal groups": ("kimi_k2", None, ["--tp-size", "8", "--dp-size", "3", "--enable-dp-attention"]),
     "whole": ("kimi_k2", None, ["--tp-size", "8"]),
     "parts": ("kimi_k2", None, ["--tp-size", "8", "--dcp-size", "2"]),
@@ -201,6 +204,9 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
     assert whole["tokens"] == whole["available_bytes"] // (61 * 1152)
     assert parts["tokens"] == 2 * (parts["available_bytes"] // (61 * 1152))
     assert (parts["row_copies"], whole["row_copies"]) == (4, 8)
+    of_groups = planned["parts of groups"]
+    assert of_groups["tokens"] == 2 * (of_groups["available_bytes"] // (61 * 1152))
+    assert (of_groups["caches"], of_groups["row_copies"]) == (4, 1)
     packed, layer_bytes = planned["parts with a layout"], ROWS["fp4"]
     of_rows = packed["available_bytes"] - packed["workspace_bytes"]
     assert packed["tokens"] == 2 * (of_rows // (61 * layer_bytes))
@@ -216,6 +222,7 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
         ),
         ("more stages than layers", "--pp-size 62 is more than the 61 layers; give 61 at most"),
         ("more nodes than ranks", "--nnodes 8 does not divide 4 ranks; give a divisor of 4"),
+        ("parts above a group", "--dcp-size 4 does not divide 2 attention ranks; give a divisor of 2"),
         # SGLang's assertion has no text.
         ("unequal groups", "AssertionError() of SGLang's 'assert cfg.tp_size % cfg.attn_dp_size == 0' ("),
         ("no mtp", "DeepseekV3ForCausalLM has no MTP layers (num_nextn_predict_layers"),

@@ -84,10 +84,14 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
     layers = model_config.num_hidden_layers
     if view.pp_size > layers:
         raise ValueError(f"--pp-size {view.pp_size} is more than the {layers} layers; give {layers} at most")
-    nodes, parts = (view.nnodes, view.tp_size * view.pp_size), (view.dcp_size, view.tp_size)
-    for flag, (count, ranks) in (("--nnodes", nodes), ("--dcp-size", parts)):
+    # SGLang does not refuse ranks of several groups of DP attention, which have other requests.
+    own = view.tp_size // view.attn_dp_size
+    for flag, count, ranks, what in (
+        ("--nnodes", view.nnodes, view.tp_size * view.pp_size, "ranks"),
+        ("--dcp-size", view.dcp_size, own, "attention ranks"),
+    ):
         if count < 1 or ranks % count:
-            raise ValueError(f"{flag} {count} does not divide {ranks} ranks; give a divisor of {ranks}")
+            raise ValueError(f"{flag} {count} does not divide {ranks} {what}; give a divisor of {ranks}")
 
 
 def check_heads(model_config: Any) -> None:
