@@ -62,7 +62,7 @@ def launch(
                 operators.touch(
                     value, stream, epoch, write=writes is None or number in writes, checked=writes is not None
                 )
-        with _pointed_to(values):
+        with _pointed_to(name, values):
             result = run(*values)
         if writes is None and graphs.capturing() is None:
             for base, start, size, write in result.touched:
@@ -75,11 +75,16 @@ def launch(
         graphs.record(name, lambda: step(kept))
 
 
-def _pointed_to(values: list[Any]) -> AbstractContextManager[Any]:
-    """Blocks whose addresses are the elements of an argument, memory that the kernel may access too."""
+#: The argument of a kernel that has addresses among other numbers, by the kernel's name.
+_TABLES = {"_copy_mla_rows_into_pack_kernel": 0}
+
+
+def _pointed_to(name: str, values: list[Any]) -> AbstractContextManager[Any]:
+    """Blocks whose addresses are elements of an argument, memory that the kernel may access too."""
     import ptxrun_triton
 
     tables = [x for x in values if isinstance(x, torch.Tensor) and x.dtype == torch.uint64]
+    tables += [values[_TABLES[name]]] if name in _TABLES else []
     if not tables:
         return nullcontext()
     own = {ALLOCATOR.of(x) for x in values if isinstance(x, torch.Tensor)}

@@ -1,9 +1,16 @@
-"""Decode context parallelism on the device: gloo ranks with SGLang's layer and layers/dcp, and our pool."""
+"""Decode context parallelism on the device: gloo ranks with SGLang's layer and layers/dcp, and our pool.
+
+`test_dcp_disaggregation.py` has the ranks of prefill and decode servers; here they pack rows on the device.
+"""
 
 import os
 import sys
 
 import pytest
+from codec_oracle import LAYOUTS
+from dcp_pairs import check_relayout
+from managers import bootstrap, manager_of, no_groups  # noqa: F401  # fixtures
+from pools import LAYERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
@@ -51,3 +58,19 @@ def test_forms_of_attention(on_device, tmp_path, ranks, merge, cases):
     assert statuses == [0] * ranks, "\n".join(
         (tmp_path / f"stderr-{rank}").read_text()[-3000:] for rank in range(ranks)
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("layout", "page", "dcp"), [*((layout, 1, 3) for layout in LAYOUTS), ("fp4", 64, 2), ("fp8", 64, 2)]
+)
+def test_rows_are_packed_for_the_ranks_of_a_decode_server(
+    manager_of, bootstrap, monkeypatch, layout, page, dcp  # noqa: F811
+):  # fmt: skip
+    """Copies of a chunk from SGLang's buffer, in which its kernel gathers the rows of a rank."""
+    args = (layout, page, 1, dcp, dcp, page * dcp)
+    tokens, (prefill,) = check_relayout(manager_of, bootstrap, monkeypatch, "cuda", *args)
+    packed = [(buffer.get_ptr(), buffer.get_size()) for buffer in prefill._dcp_pack_buffers]
+    sent = [size for start, size in prefill.engine.sent if any(0 <= start - at < end for at, end in packed)]
+    row_bytes = prefill.kv_args.kv_item_lens[0] // page
+    assert sum(sent) == tokens * LAYERS * row_bytes
