@@ -14,6 +14,7 @@ from sgl_kvpool.commands import arguments, plan, reference, warmup
 from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.demo import evaluate, model, report
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import line
 from sgl_kvpool.sglang_plugin.options import environment_problems
 
 #: Commands that check the KVPOOL_ variables as a server does, before they start.
@@ -126,7 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the pipe has closed it, as `head` does: flushing again would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
-    except (ValueError, OSError, plan.NoAnswer) as error:
+    except (ValueError, OSError) as error:
+        print(line(error), file=sys.stderr)
+        return 2
+    except plan.NoAnswer as error:  # with the last lines of a log
         print(f"sgl-kvpool: {error}", file=sys.stderr)
         return 2
 

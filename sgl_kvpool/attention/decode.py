@@ -39,8 +39,9 @@ def workspace_bytes(
     `sm_count`: Streaming multiprocessors of the device.
     `batch_invariant`: Value passed to `mla_decode`.
 
-    ValueError if `queries_per_list` is not a positive integer.
+    ValueError if `heads`, `queries_per_list` or `sm_count` is not a positive integer.
     """
+    heads, sm_count = whole_number("heads", heads), whole_number("sm_count", sm_count)
     most = 0
     lists = max(1, max_tokens // whole_number("queries_per_list", queries_per_list))
     if batch_invariant:

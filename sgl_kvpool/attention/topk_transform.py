@@ -252,13 +252,12 @@ _KPOOL_FP8 = ("tilelang", "tilelang")
 
 
 def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCombination:
-    """The error for a model with pooled index keys; its message names the narrowest rows that work first."""
-    fp8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
-    remedy = (
-        f"use --kv-cache-layout {fp8} --dsa-prefill-backend {_KPOOL_FP8[0]} --dsa-decode-backend "
-        f"{_KPOOL_FP8[1]}, or use --kv-cache-layout {MLAKVCacheLayout.BF16} and leave out "
-        "--dsa-prefill-backend, --dsa-decode-backend"
-    )
+    """The error for a model with pooled index keys."""
+    fp8, flags = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, ("--dsa-prefill-backend", "--dsa-decode-backend")
+    pair = " ".join(map(" ".join, zip(flags, _KPOOL_FP8, strict=True)))
+    remedy = f"use --kv-cache-layout {fp8} {pair}"
+    for other in (MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16):
+        remedy += f", or use --kv-cache-layout {other} and leave out {', '.join(flags)}"
     return UnsupportedCombination(problem, remedy, _KPOOL_FP8 if layout is fp8 else None)
 
 

@@ -256,5 +256,6 @@ def test_workspace_is_enough_for_every_batch(queries):
         partial_results(DecodeWorkspace(4, "cpu"), config, FP4, queries, 16, workspace.buffer.device)
     with pytest.raises(ValueError, match="size_bytes=-1"):
         DecodeWorkspace(-1, "cpu")
-    with pytest.raises(ValueError, match="queries_per_list=0 is not a positive integer"):
-        workspace_bytes(FP4, 16, 60, 4096, queries_per_list=0)
+    for name in ("heads", "queries_per_list", "sm_count"):
+        with pytest.raises(ValueError, match=f"{name}=0 is not a positive integer"):
+            workspace_bytes(FP4, **{"heads": 16, name: 0}, max_tokens=60, max_rows=4096)

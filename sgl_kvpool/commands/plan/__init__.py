@@ -205,7 +205,10 @@ def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.
         name, equals, value = word.partition("=")
         flag, draft = (name, value) if equals else (before, word)
         if flag in _DRAFT and not Path(draft).exists():
-            folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+            try:
+                folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+            except ValueError as error:
+                raise ValueError(f"{flag}: {error}") from None
             yield f"{name}={folder}" if equals else folder
         else:
             yield word
