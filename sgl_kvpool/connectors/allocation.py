@@ -1,4 +1,4 @@
-"""Allocates cross-layer buffers and recurrent states, views and copies their bytes. Needs torch only."""
+"""Allocates cross-layer buffers and recurrent states, and views their bytes. Needs torch only."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,12 +12,9 @@ from sgl_kvpool.memory.canonical import (
     LayerReference,
     TensorList,
     byte_pages,
-    check_interchangeable,
 )
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.refusal import whole_number
-from sgl_kvpool.transfer.cpu_engine import copy_checked_pages
-from sgl_kvpool.transfer.plan import check_page_lists
 
 
 def allocate_cross_layer(
@@ -138,31 +135,3 @@ def _state_group(states: Mapping[tuple[int | str, str], torch.Tensor], tensors: 
     return CanonicalGroup(
         name="state", layers=tuple(references), num_pages=slots.pop(), page_size_tokens=None
     )
-
-
-def copy_pages(
-    source: CanonicalKVCaches,
-    target: CanonicalKVCaches,
-    group: str,
-    source_pages: torch.Tensor,
-    target_pages: torch.Tensor,
-) -> None:
-    """Copy pages of one group from one set of caches to another, with torch alone.
-
-    Each layer takes a gather and a scatter, with a copy between them if the devices differ. Arrangements may
-    differ; the content of each layer may not. Bytes outside the layers of the group stay as they are.
-
-    `group`: Name of a group in both.
-    `source_pages`, `target_pages` [pages], int32 or int64: Page indices, on the device of their caches.
-    ValueError: if the lists have different lengths, a page is outside of the group or listed twice for the
-      target, or the layers have different content.
-    TypeError: if a list is not an integer tensor with one axis.
-    """
-    ours, theirs = source.group(group), target.group(group)
-    for pages in (source_pages, target_pages):
-        kind = getattr(pages, "dtype", type(pages).__name__)
-        if kind not in (torch.int32, torch.int64):
-            raise TypeError(f"a list of pages is {kind}, expected a tensor of int32 or int64")
-    check_page_lists(ours, theirs, source_pages.cpu().numpy(), target_pages.cpu().numpy())
-    check_interchangeable(ours, theirs)
-    copy_checked_pages(source, target, group, source_pages, target_pages, range(len(ours.layers)))

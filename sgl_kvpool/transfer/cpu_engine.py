@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.compiler import Module, cpu_flags
-from sgl_kvpool.memory.canonical import CanonicalKVCaches
 from sgl_kvpool.transfer.plan import TransferPlan, run_table
 from sgl_kvpool.transfer.slots import Transfer, contiguous
 
@@ -31,14 +29,16 @@ class TorchEngine:
 
     def copy(self, transfer: Transfer, part: int | None = None) -> None:
         """As `CpuEngine.copy`."""
-        lists = transfer.page_indices()
-        self.plan.check_pages(*lists)
-        group = self.plan.source_group
-        parts = range(len(group.layers)) if part is None else (part,)
-        from_pages, to_pages = (torch.from_numpy(contiguous(pages)) for pages in lists)
-        copy_checked_pages(
-            self.plan.source, self.plan.target, group.name, from_pages, to_pages, parts, self._converted
-        )
+        lists, plan = transfer.page_indices(), self.plan
+        plan.check_pages(*lists)
+        ours, theirs = plan.source_group, plan.target_group
+        source_pages, target_pages = (torch.from_numpy(contiguous(pages)) for pages in lists)
+        for number in range(len(ours.layers)) if part is None else (part,):
+            from_bytes = plan.source.view(ours, ours.layers[number].runs)
+            moved = self._converted(from_bytes[source_pages.to(from_bytes.device)], number)
+            into = plan.target.view(theirs, theirs.layers[number].runs)
+            moved = moved.reshape(len(target_pages), *into.shape[1:])
+            into[target_pages.to(into.device)] = moved.to(into.device)
 
     def _converted(self, moved: torch.Tensor, part: int) -> torch.Tensor:
         """Bytes of some pages of a layer in the target's format, int8; converted: `[tokens, row_bytes]`."""
@@ -47,29 +47,6 @@ class TorchEngine:
             return moved
         rows = moved.view(torch.uint8).reshape(-1, conversion.source.row_bytes)
         return conversion.convert(rows, part).view(torch.int8)
-
-
-def copy_checked_pages(
-    source: CanonicalKVCaches,
-    target: CanonicalKVCaches,
-    group: str,
-    source_pages: torch.Tensor,
-    target_pages: torch.Tensor,
-    parts: Iterable[int],
-    convert: Callable[[torch.Tensor, int], torch.Tensor] = lambda moved, part: moved,
-) -> None:
-    """Copy pages of some layers of a group, given by their index, with lists that have been checked.
-
-    `convert(moved, part)` makes the target's bytes from the source's, `[pages, runs, run_bytes]` int8, on the
-    source's device. Page lists may be on any device.
-    """
-    ours, theirs = source.group(group), target.group(group)
-    source_pages, target_pages = source_pages.long(), target_pages.long()
-    for part in parts:
-        from_bytes = source.view(ours, ours.layers[part].runs)
-        moved = convert(from_bytes[source_pages.to(from_bytes.device)], part)
-        into = target.view(theirs, theirs.layers[part].runs)
-        into[target_pages.to(into.device)] = moved.reshape(len(target_pages), *into.shape[1:]).to(into.device)
 
 
 @cache

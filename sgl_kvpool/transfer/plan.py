@@ -151,31 +151,25 @@ class TransferPlan:
         return min(sum(layers[i].runs.size_bytes for i in chosen) for layers in sides)
 
     def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
-        """`check_page_lists` of this plan, before anything is enqueued."""
-        check_page_lists(self.source_group, self.target_group, source_pages, target_pages)
+        """Check lists of pages before anything is enqueued; TypeError if a list is not an array of integers.
 
-
-def check_page_lists(
-    source: CanonicalGroup, target: CanonicalGroup, source_pages: np.ndarray, target_pages: np.ndarray
-) -> None:
-    """Check lists of pages; TypeError if a list is not an array of integers.
-
-    ValueError if the lists differ in length, a page is outside of its group, or a target is listed twice.
-    """
-    for name, pages, group in (("source", source_pages, source), ("target", target_pages, target)):
-        if not isinstance(pages, np.ndarray) or pages.dtype.kind != "i" or pages.ndim != 1:
-            raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
-        if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
-            raise ValueError(
-                f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
-                f"{group.num_pages}"
-            )
-    if len(source_pages) != len(target_pages):
-        raise ValueError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
-    seen: np.ndarray = np.zeros(target.num_pages, dtype=bool)
-    seen[target_pages] = True
-    if np.count_nonzero(seen) != len(target_pages):
-        raise ValueError("a target page is listed twice, so its content would be undefined")
+        ValueError if the lists differ in length, a page is outside of its group, or a target is listed twice.
+        """
+        source, target = self.source_group, self.target_group
+        for name, pages, group in (("source", source_pages, source), ("target", target_pages, target)):
+            if not isinstance(pages, np.ndarray) or pages.dtype.kind != "i" or pages.ndim != 1:
+                raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
+            if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
+                raise ValueError(
+                    f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
+                    f"{group.num_pages}"
+                )
+        if len(source_pages) != len(target_pages):
+            raise ValueError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
+        seen: np.ndarray = np.zeros(target.num_pages, dtype=bool)
+        seen[target_pages] = True
+        if np.count_nonzero(seen) != len(target_pages):
+            raise ValueError("a target page is listed twice, so its content would be undefined")
 
 
 def _paired(

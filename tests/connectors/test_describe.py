@@ -11,10 +11,17 @@ import torch
 from cases import crossed
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
-from sgl_kvpool.connectors.allocation import copy_pages
 from sgl_kvpool.connectors.pools import describe
+from sgl_kvpool.transfer.cpu_engine import TorchEngine
+from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import Transfer
 
 pytestmark = pytest.mark.usefixtures("published")
+
+
+def copy_pages(source, target, group, source_pages, target_pages):
+    transfer = Transfer(np.array(target_pages), np.array(source_pages), to_host=True)
+    TorchEngine(TransferPlan(source, target, group)).copy(transfer)
 
 
 @pytest.fixture(params=POOLS)
@@ -67,7 +74,7 @@ def test_a5_a_page_moves_whole_and_alone(pool):
                 pages = raw.reshape(group.num_pages, -1)  # a view
                 assert not np.array_equal(pages[2], pages[1])
                 pages[2] = pages[1]
-        copy_pages(caches, caches, group.name, torch.tensor([1]), torch.tensor([2]))
+        copy_pages(caches, caches, group.name, [1], [2])
         for key, tensor in tensors.items():
             assert np.array_equal(as_bytes(tensor), expected[key]), key
 
@@ -107,7 +114,7 @@ def test_pages_move_between_arrangements(pair):
             rows = p.get_row_buffer(layer_id).squeeze(1)
             numbers = (slots * 7 + layer_id).to(torch.uint8) if value == 3 else torch.full((16,), value)
             rows[p.slot_to_row(slots)] = numbers.to(torch.uint8)[:, None].expand(16, rows.shape[1])
-    copy_pages(*views, "kv", torch.tensor([1, 3]), torch.tensor([2, 0]))
+    copy_pages(*views, "kv", [1, 3], [2, 0])
     for layer_id in (5, 6, 7):
         rows = target.get_row_buffer(layer_id).squeeze(1)[target.slot_to_row(slots)].view(4, 4, -1)
         assert (rows[[1, 3]] == 0xEE).all()
@@ -222,7 +229,7 @@ def mha_pair(first, second):
 def test_bytes_that_mean_something_else_do_not_move(make, page):
     source, target = (describe(p, page) for p in make())
     with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
-        copy_pages(source, target, "kv", torch.tensor([0]), torch.tensor([1]))
+        copy_pages(source, target, "kv", [0], [1])
 
 
 def test_pages_split_by_head_do_not_move_to_another_page_size(monkeypatch):
@@ -232,4 +239,4 @@ def test_pages_split_by_head_do_not_move_to_another_page_size(monkeypatch):
     views = describe(source, 8), describe(target)
     assert views[0].group("kv").bytes_per_page == views[1].group("kv").bytes_per_page
     with pytest.raises(ValueError, match="by head in pages of 4.*by head in pages of 8"):
-        copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))
+        copy_pages(*views, "kv", [0], [1])
