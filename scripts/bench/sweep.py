@@ -269,7 +269,7 @@ def main(kind: type[Benchmark], argv: Sequence[str], prog: str) -> int:
     if arguments.worker:
         return benchmark.session(partial(_work, benchmark, Jobs()))
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU")
+        parser.error("torch sees no GPU; give --device cpu")
     name, head = prog.split()[-1], commit()  # before results are written, which changes the checkout
     require_writable(parser, arguments.json)
     facts = {

@@ -1,8 +1,7 @@
-"""What commands share: a quick look for a GPU, the time on stderr while a user waits, a child's answers."""
+"""What commands share: the time on stderr while a user waits, a child's answers."""
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -10,30 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: Prints the driver's error code and the number of GPUs. Run in its own process, because processes that have
-#: initialized CUDA cannot fork. Importing torch takes 3 to 100 s.
-_ASK_DRIVER = """
-import ctypes
-cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-print(cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)), count.value)
-"""
 #: Seconds until the first line of `progress`, and between the others.
 _FIRST_S, _NEXT_S = 5.0, 10.0
-
-
-def no_gpu() -> str | None:
-    """Why CUDA sees no GPU here, without importing torch; None if it sees one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return f"no GPU is visible: CUDA_VISIBLE_DEVICES={visible!r} hides all"
-    command = [sys.executable, "-I", "-S", "-c", _ASK_DRIVER]
-    asked = subprocess.run(command, capture_output=True, text=True)
-    if asked.returncode:
-        return "no GPU is visible: libcuda.so.1, the library of NVIDIA's driver, cannot be loaded"
-    error, count = map(int, asked.stdout.split())
-    if error or not count:
-        return f"no GPU is visible: the driver finds {count} (error {error})"
-    return None
 
 
 @contextmanager

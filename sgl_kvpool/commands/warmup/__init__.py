@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
-from sgl_kvpool.commands.waiting import no_gpu, progress
+from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.commands.warmup.steps import VARIABLES
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import options
-from sgl_kvpool.transfer.host_options import CPU_ENGINE
 
 if TYPE_CHECKING:
     from sgl_kvpool.commands.warmup.served import Served
@@ -35,16 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_CONFIG",
         help="a checkpoint's folder, a config.json alone, or owner/name (DeepSeek-V3's shape)",
     )
-    helps = {
-        options.LAYOUT: "only this layout (all)",
-        options.ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
-    }
-    for option in options.OPTIONS:
-        choices = option.values if option is options.LAYOUT else option.choices
-        effect = helps.get(option, "no effect, since engines are compiled whole; servers have it")
-        parser.add_argument(
-            option.flag, dest=option.name, choices=choices, help=f"{effect}. Also {option.env}"
-        )
+    for option, choices, effect in (
+        (options.LAYOUT, options.LAYOUT.values, "only this layout (all)"),
+        (options.ARRANGEMENT, options.ARRANGEMENT.choices, "memory order of the pages (layer_major)"),
+    ):
+        parser.add_argument(option.flag, choices=choices, help=f"{effect}. Also {option.env}")
     parser.add_argument("--tp", type=whole, default=1, metavar="N", help="ranks that share the heads (1)")
     parser.add_argument("--page-size", type=whole, default=64, metavar="N", help="tokens per page (64)")
     parser.add_argument(
@@ -59,26 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compile and report; returns 1 if a step failed."""
     model = None if arguments.model is None else find_model(arguments.model)
-    values = {option: getattr(arguments, option.name) or option.from_env() for option in options.OPTIONS}
-    problem = no_gpu() if arguments.device != "cpu" else None
-    if arguments.device == "cuda" and problem is not None:
-        raise ValueError(f"--device cuda: {problem}, and compiled code depends on the GPU")
     with progress("importing SGLang"):
         import sglang  # noqa: F401  # first: it sets cache folders that other imports read
         import torch
 
-    device = arguments.device or ("cuda" if problem is None and torch.cuda.is_available() else "cpu")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
-    engine = values[options.HOST_ENGINE]
-    if engine not in (None, options.HOST_ENGINE.default) and (engine == CPU_ENGINE) != (device == "cpu"):
-        raise ValueError(
-            f"{options.HOST_ENGINE.flag} {engine} is not an engine of a server on {device}; leave it out"
-        )
 
     from sgl_kvpool.commands.warmup.steps import carry_out, steps_on_cpu, steps_on_cuda
 
-    served = _served(model, arguments, values)
+    served = _served(model, arguments)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)
     print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
     for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
@@ -89,18 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if counts["FAILED"] else 0
 
 
-def _served(
-    model: NamedModel | None, arguments: argparse.Namespace, values: dict[options.Option, str | None]
-) -> Served:
+def _served(model: NamedModel | None, arguments: argparse.Namespace) -> Served:
     """A model's shape, with a server's arguments."""
     from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
 
     shape = DEEPSEEK_V3 if model is None else model_of(model)
-    layout = values[options.LAYOUT]
+    layout = arguments.kv_cache_layout or options.LAYOUT.from_env()
+    arrangement = arguments.kv_cache_arrangement or options.ARRANGEMENT.from_env()
     return replace(
         shape,
         layouts=tuple(MLAKVCacheLayout) if layout in (None, options.AUTO) else (MLAKVCacheLayout(layout),),
-        arrangement=options.choose_arrangement(values[options.ARRANGEMENT] or options.AUTO),
+        arrangement=options.choose_arrangement(arrangement or options.AUTO),
         page_size_tokens=arguments.page_size,
         tensor_parallel=arguments.tp,
         draft_tokens=arguments.draft_tokens,

@@ -112,10 +112,6 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (
-            ["--device", "cpu", "--kv-host-engine", "staged"],
-            "staged is not an engine of a server on cpu",
-        ),
         (["--device", "cpu", "--model", "/nowhere"], "'/nowhere' does not exist"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
     ],

@@ -26,7 +26,7 @@ def status(argv):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["transfer", "--device", "cuda"], "transfer: error: no GPU is visible"),
+        (["transfer", "--device", "cuda"], "transfer: error: torch sees no GPU"),
         (["codec", "--only", "fp4"], "bench codec: error: argument --only: 'fp4' is not NAME"),
         (
             ["codec", "--only", "layout=fp5"],
