@@ -1,6 +1,5 @@
 """`sgl-kvpool demo`: SGLang serves the demo model once per layout, and one table compares the results."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -33,10 +32,9 @@ _HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report")
 #: Memory of the host tier, and of the server itself after SGLang's check of free memory.
 _HOST_TIER_BYTES = (2 << 30) + (3 << 30)
 
-#: Files of a run, written into a subfolder until the run has finished.
+#: Files of a run.
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
 _RESULTS += tuple(f"answers-{layout}.log" for layout in MLAKVCacheLayout)
-_UNFINISHED = "unfinished"
 
 #: Tokens of greedy text, and largest number of tokens of an answer.
 GREEDY_TOKENS, ANSWER_TOKENS = 48, 240
@@ -116,9 +114,8 @@ def compare(
 ) -> int:
     """Serve every layout in turn, print a table, write JSON and a plot.
 
-    `layouts` has no repetition; differences are to BF16, if it is one of them. `folder` is created. Once all
-    layouts were served it gets ``demo.json``, ``demo.png`` and the servers' logs, in place of those of an
-    earlier run; until then they are in ``unfinished/`` inside it.
+    `layouts` has no repetition; differences are to BF16, if it is one of them. `folder` is created; it gets
+    ``demo.json``, ``demo.png`` and the servers' logs, in place of those of an earlier run.
 
     Returns exit status 1 if a server failed (results of earlier servers are still shown and written), if a
     hit in the host tier gave other tokens than a hit on the device, or if results could not be written.
@@ -126,10 +123,9 @@ def compare(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
     windows = Windows(model, window_count)
-    unfinished = folder / _UNFINISHED
-    unfinished.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in _RESULTS:  # of an earlier run
-        (unfinished / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
     row = model.row_format(MLAKVCacheLayout.BF16)
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
@@ -143,7 +139,7 @@ def compare(
         forks = import_once(importing)
         served, failed = in_turn(
             layouts,
-            lambda layout: layout_server(model, layout, free_port(), unfinished / f"server-{layout}.log"),
+            lambda layout: layout_server(model, layout, free_port(), folder / f"server-{layout}.log"),
             lambda server, layout, seconds: _score(server, model, layout, windows, len(layouts), seconds),
             forks,
         )
@@ -153,13 +149,13 @@ def compare(
         results = with_differences([result for result, _ in served], scores.__getitem__)
         print(f"\n{report.table(results, model.token)}\n\n{report.LIMITS}\n", flush=True)
         try:
-            without_plot = _write(unfinished, results, model, windows)
+            without_plot = _write(folder, results, model, windows)
             if not failed:
                 print("Host tier and whole answers; the table stays as it is:")
                 shown, failed = in_turn(
                     layouts,
                     lambda layout: layout_server(
-                        model, layout, free_port(), unfinished / f"answers-{layout}.log", _TIERED_TOKENS
+                        model, layout, free_port(), folder / f"answers-{layout}.log", _TIERED_TOKENS
                     ),
                     lambda server, *_: _show(server, model),
                     forks,
@@ -168,15 +164,10 @@ def compare(
                     dataclasses.replace(result, **more) for result, more in zip(results, shown, strict=False)
                 ] + results[len(shown) :]
                 print(f"\n{report.answers(results, model.question)}\n")
-                without_plot = _write(unfinished, results, model, windows)
-            finished = not failed
+                without_plot = _write(folder, results, model, windows)
             if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
                 print("failed: a hit in the host tier gave other tokens than a hit on the device")
                 failed = True
-            if finished:
-                _move(unfinished, folder)
-            else:
-                folder = unfinished
         except OSError as error:
             print(f"failed: {error.strerror or error}: the results cannot be written to {folder}")
             return 1
@@ -190,17 +181,6 @@ def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, win
     facts = _facts(model, windows.chosen)
     report.write_json(folder / "demo.json", results, facts)
     return report.plot_or_reason(folder / "demo.png", results, model.title, facts)
-
-
-def _move(unfinished: Path, folder: Path) -> None:
-    """Replace an earlier run's results by those of the finished run."""
-    for name in _RESULTS:
-        if (unfinished / name).exists():
-            (unfinished / name).replace(folder / name)
-        else:
-            (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the folder has a file that is not from this run
-        unfinished.rmdir()
 
 
 def _score(

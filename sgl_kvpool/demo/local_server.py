@@ -38,7 +38,7 @@ class ServerFailed(RuntimeError):
     """A server ended, hung, or gave an unusable answer.
 
     The message's first line says what happened. After an end or a hang the last lines of the server's log
-    follow, unless the server was killed or its log could not be written.
+    follow, unless the server was killed.
     """
 
 
@@ -48,9 +48,6 @@ _BIND_FAILED = "error while attempting to bind on address"
 #: SGLang's log lines for a subprocess that has ended, and for a server that kills itself and its processes.
 _PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _KILLS_ITSELF = "kill_process_tree called"
-
-#: Bytes of a test write: more than the last block of the log can have free on a full disk.
-_PROBE_BYTES = 1 << 16
 
 #: Longest shown line of a log: SGLang prints all its arguments in one line.
 _LINE_CHARACTERS = 500
@@ -201,10 +198,6 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             return
         self._signal(signal.SIGKILL)  # its remaining processes stop writing the log
-        try:
-            self._probe_log()
-        except OSError as error:
-            raise ServerFailed(f"{error.strerror}: {self.name} cannot write its log {self.log}") from None
         tail = self.log_tail()
         found = _PROCESS_ENDED.search(tail)
         who, itself = self.name, ""
@@ -216,17 +209,6 @@ class LocalServer:
             raise ServerFailed(f"{who} ended with signal 9 (Killed; out of memory?)")
         how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
         raise ServerFailed(f"{who} ended{itself} with {how}:\n{tail}")
-
-    def _probe_log(self) -> None:
-        """Raise OSError if the log cannot be written any more."""
-        with self.log.open("ab", buffering=0) as log:
-            size = log.tell()
-            try:
-                if log.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:  # the disk had some room left
-                    log.write(bytes(_PROBE_BYTES))
-            finally:
-                with contextlib.suppress(OSError):  # the log is a device
-                    log.truncate(size)
 
     def stop(self) -> None:
         """End the program and all its child processes."""

@@ -2,9 +2,7 @@
 
 Mooncake's wheel needs the system's libibverbs, libnuma and libcurl. NIXL's wheel includes all three under
 other names. Links to NIXL's copies, in the user's cache folder, let Mooncake start without root and without
-packages of the distribution. In a shell: ::
-
-    export LD_LIBRARY_PATH=$(python -m sgl_kvpool.demo.mooncake_libraries)
+packages of the distribution.
 """
 
 import contextlib
@@ -12,7 +10,6 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -84,10 +81,3 @@ def _link(link: Path, target: Path | None) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             made.unlink()
-
-
-if __name__ == "__main__":
-    try:
-        print(library_path())
-    except (ValueError, OSError) as error:
-        sys.exit(f"sgl-kvpool: {error}")

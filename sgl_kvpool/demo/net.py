@@ -44,14 +44,6 @@ class ByteMLAConfig:
     rope_theta: float = 10000.0
     rms_eps: float = 1e-6
 
-    def __post_init__(self) -> None:
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
-        if self.vocab_size <= SPECIAL_TOKEN_ID:
-            raise ValueError(f"vocab_size must exceed {SPECIAL_TOKEN_ID}, got {self.vocab_size}")
-        if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
-
     @property
     def scale(self) -> float:
         """Factor of the attention scores: follows from the expanded head, not from the stored row."""

@@ -90,10 +90,6 @@ def test_servers_start_anew_where_none_can_be_forked(tmp_path, served, capsys, m
     assert "no threads\nEvery server imports it by itself" in capsys.readouterr().out
 
 
-def kept(folder):
-    return all((folder / name).read_text() == "old" for name in ("demo.json", "demo.png", *LOGS))
-
-
 def test_a_failure_after_the_table_keeps_it(tmp_path, served, capsys, monkeypatch):
     def show(server, model):
         raise ServerFailed("the server ended with signal 9")
@@ -101,33 +97,21 @@ def test_a_failure_after_the_table_keeps_it(tmp_path, served, capsys, monkeypatc
     earlier(tmp_path)
     monkeypatch.setattr(compare, "_show", show)
     assert compare.compare(BYTES, [FP4], tmp_path) == 1
-    assert kept(tmp_path)
-    log = tmp_path / "unfinished" / "answers-fp4.log"
+    log = tmp_path / "answers-fp4.log"
     assert f"failed: the server ended with signal 9\nthe server's log: {log}\n" in capsys.readouterr().out
     assert log.exists()
-    assert len(json.loads((tmp_path / "unfinished" / "demo.json").read_text())["results"]) == 1
+    assert len(json.loads((tmp_path / "demo.json").read_text())["results"]) == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ServerFailed("the server ended with signal 9")])
-def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, served, capsys, error):
+def test_a_run_that_does_not_finish_has_the_results_of_earlier_servers(tmp_path, served, capsys):
     earlier(tmp_path)
-    served[FP4] = error
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            compare.compare(BYTES, [FP8, FP4], tmp_path)
-    else:
-        assert compare.compare(BYTES, [FP8, FP4], tmp_path) == 1
-        unfinished = tmp_path / "unfinished"
-        printed = capsys.readouterr().out
-        assert "failed: the server ended with signal 9\n" in printed
-        assert f"the server's log: {unfinished / 'server-fp4.log'}\n" in printed
-        assert f"all numbers: {unfinished / 'demo.json'}\n" in printed
-        assert len(json.loads((unfinished / "demo.json").read_text())["results"]) == 1
-    assert kept(tmp_path)
-    # The next run that finishes replaces all of it.
-    served.clear()
-    assert compare.compare(BYTES, [FP4], tmp_path) == 0
-    assert not (tmp_path / "unfinished").exists()
+    served[FP4] = ServerFailed("the server ended with signal 9")
+    assert compare.compare(BYTES, [FP8, FP4], tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "failed: the server ended with signal 9\n" in printed
+    assert f"the server's log: {tmp_path / 'server-fp4.log'}\n" in printed
+    assert f"all numbers: {tmp_path / 'demo.json'}\n" in printed
+    assert len(json.loads((tmp_path / "demo.json").read_text())["results"]) == 1
 
 
 @pytest.mark.parametrize("size_bytes", [8192, 64])  # the JSON fits and the plot does not; neither does
@@ -137,7 +121,6 @@ def test_results_that_cannot_be_written(tmp_path, served, capsys, files_of_at_mo
         assert compare.compare(BYTES, [FP4], tmp_path) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"failed: {os.strerror(errno.EFBIG)}: the results cannot be written to {tmp_path}"
-    assert kept(tmp_path)
 
 
 def test_without_matplotlib_the_numbers_are_written(tmp_path, served, capsys, monkeypatch):

@@ -238,28 +238,15 @@ def test_damaged_libraries_are_named(monkeypatch, tmp_path):
         {"folder": str(tmp_path / "TVM_FFI_CACHE_DIR" / "sgl_kvpool"), "libraries": 0, "size_bytes": 0}
     )
     own = tmp_path / "TVM_FFI_CACHE_DIR" / "sgl_kvpool"
-    theirs = [
-        tmp_path / name / "x" for name in ("TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
-    ]
-    theirs.append(tmp_path / "FLASHINFER_WORKSPACE_BASE" / ".cache" / "flashinfer")
-    for folder in (own, *theirs):
-        folder.mkdir(parents=True)
+    own.mkdir(parents=True)
     intact = own / f"m-1-2-{hashlib.sha256(real).hexdigest()[:16]}.so"
     intact.write_bytes(real)
-    for folder in theirs:
-        (folder / "good.so").write_bytes(real)
     found = compiled_code()
     assert (found.problems, found.notes) == ([], [])
     assert (found.facts["libraries"], found.facts["size_bytes"]) == (1, len(real))
     intact.write_bytes(real[:-1])
-    for folder, length in zip(theirs, (0, 63, 5000, len(real) - 1), strict=True):
-        (folder / "bad.so").write_bytes(real[:length])
     found = compiled_code()
     assert found.notes == [f"{intact} is damaged; a server that needs it compiles it again"]
-    assert found.problems == [
-        f"{folder / 'bad.so'} is truncated, and a process that loads it ends with SIGBUS: delete {folder}"
-        for folder in (theirs[1], theirs[0], *theirs[2:])
-    ]
 
 
 def control_group(folder, limit, use, inactive_file=0, *, version=2):
