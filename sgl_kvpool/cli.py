@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_kvpool import __version__, env
+from sgl_kvpool import __version__
 from sgl_kvpool.commands import arguments, plan, reference, warmup
 from sgl_kvpool.commands.waiting import progress
 from sgl_kvpool.demo import evaluate, model, report
@@ -58,25 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="windows of text that are scored (as many as five minutes allow, 16 to 128; bytes: 32)",
     )
-    instead = demo.add_mutually_exclusive_group()
-    instead.add_argument(
+    demo.add_argument(
         "--cluster",
         action="store_true",
         help="for each of --layouts start a Mooncake store, a prefill and a decode server and a router, over "
         "loopback, and report where prompts were found, what was sent and what was stored",
     )
-    instead.add_argument(
-        "--print-command",
-        action="store_true",
-        help="print the shell command that starts the server of each of --layouts, and do nothing else",
-    )
-    instead.add_argument(
-        "--print-model-path",
-        action="store_true",
-        help="print the folder of the demo's model, and do nothing else",
-    )
-    port = functools.partial(arguments.whole, most=65535)
-    demo.add_argument("--port", type=port, metavar="N", help="port in --print-command (30000)")
     demo.set_defaults(run=_demo)
 
     evaluated = commands.add_parser(
@@ -184,33 +171,12 @@ def _reference(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if arguments.port is not None and not arguments.print_command:
-        raise ValueError(
-            "--port belongs to --print-command; the demo itself picks free ports. Add "
-            "--print-command, or leave --port out"
-        )
     if arguments.cluster:
         return _demo_cluster(arguments)
-    arguments.layouts = arguments.layouts or list(MLAKVCacheLayout)
-    prints = arguments.print_model_path or arguments.print_command
-    progress = functools.partial(print, file=sys.stderr if prints else sys.stdout, flush=True)
-    chosen = model.choose(arguments.model, progress)
-    if arguments.print_model_path:
-        print(chosen.path)
-        return 0
-    from sgl_kvpool.demo.compare import compare, has_room_for_host_tier, layout_server
+    chosen = model.choose(arguments.model, functools.partial(print, flush=True))
+    from sgl_kvpool.demo.compare import compare
 
-    if arguments.print_command:
-        problem = env.plugin_list_problem()
-        if problem:
-            raise ValueError(problem)
-        if not has_room_for_host_tier():
-            print(report.NO_HOST_TIER, file=sys.stderr)
-        for layout in arguments.layouts:
-            server = layout_server(chosen, layout, arguments.port or 30000, Path(os.devnull))
-            print(server.shell_command)
-        return 0
-    return compare(chosen, arguments.layouts, arguments.out, arguments.windows)
+    return compare(chosen, arguments.layouts or list(MLAKVCacheLayout), arguments.out, arguments.windows)
 
 
 def _demo_cluster(arguments: argparse.Namespace) -> int:

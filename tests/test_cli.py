@@ -28,10 +28,7 @@ def test_layouts(capsys):
         *((["layouts", f"--kv-lora-rank={n}"], f"kv_lora_rank={n} is not a positive multiple of 128")
           for n in (0, -128, 100)),
         (["demo", "--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
-        *((["demo", "--model", "bytes", "--print-command", "--port", port], "from 1 to 65535")
-          for port in ("0", "65536", "x")),
-        (["demo", "--model", "bytes", "--windows", "0", "--print-model-path"], "--windows: 0 is not a whole"),
-        (["demo", "--port", "31234"], "Add --print-command, or leave --port out"),
+        (["demo", "--model", "bytes", "--windows", "0"], "--windows: 0 is not a whole"),
         # Before a server starts.
         (["demo", "--model", "bytes", "--out", "{file}"], "is a file; name a folder with --out"),
     ],
@@ -45,18 +42,6 @@ def test_refusals(capsys, tmp_path, words, said):
         status = ended.code
     assert status == 2
     assert said in capsys.readouterr().err
-
-
-def test_print_command_prints_a_line_per_layout(capsys):
-    assert (
-        main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"])
-        == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition("--kv-cache-layout ")[2].split()[0] for line in lines] == ["fp4", "bf16"]
-    words = shlex.split(lines[0])
-    assert words[:3] == ["env", "-u", "KVPOOL_KV_CACHE_LAYOUT"]
-    assert words[words.index("--port") + 1] == "31234"
 
 
 def test_a_cluster_needs_its_packages_and_room_for_a_host_tier(capsys, monkeypatch):

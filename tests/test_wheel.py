@@ -113,8 +113,7 @@ def test_an_installed_wheel_is_a_command_and_a_module(installed, tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_says_where_its_weights_are(packed, installed, tmp_path):
-    words = ("-m", "sgl_kvpool", "demo", "--model", "bytes", "--print-model-path")
-    done = run(installed, *words, folder=tmp_path)
+    done = run(installed, "-m", "sgl_kvpool", "demo", "--model", "bytes", folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
         "sgl-kvpool: the weights of the demo's byte model are not installed; `make wheel` in a checkout "
@@ -123,7 +122,8 @@ def test_the_demo_says_where_its_weights_are(packed, installed, tmp_path):
     (packages,) = installed.parents[1].glob("lib/python*/site-packages")
     zipfile.ZipFile(packed[0]["sgl_kvpool_demo_model"]).extractall(packages)
     try:
-        done = run(installed, *words, folder=tmp_path)
+        program = "from sgl_kvpool.demo.model import model_path; print(model_path())"
+        done = run(installed, "-c", program, folder=tmp_path)
         assert (done.returncode, done.stdout) == (0, f"{packages / MODEL}\n")
         assert (packages / WEIGHTS).read_bytes() == (ROOT / WEIGHTS).read_bytes()
     finally:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -120,14 +119,6 @@ class LocalServer:
     def url(self) -> str:
         """Base URL of the server."""
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def shell_command(self) -> str:
-        """One line for a POSIX shell that starts the same server with the same environment."""
-        assignments = [f"{name}={value}" for name, value in self.environment.items()]
-        # Variables of another shell could contradict the arguments, or change the server.
-        unset = [word for name in env.OPTIONS for word in ("-u", name)]
-        return shlex.join(["env", *unset, *assignments, *self.command])
 
     def __enter__(self) -> Self:
         try:

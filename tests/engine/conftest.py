@@ -263,20 +263,6 @@ def killed(model_path, folder):
     return {"status": process.wait(timeout=300), "printed": printed.read_text()}
 
 
-def printed(model_path, folder):
-    """The command that `demo --print-command` prints, given to a shell."""
-    folder.mkdir()
-    port = free_port()
-    command = [*BYTES_DEMO, "--print-command"]
-    line = subprocess.check_output([*command, "--port", str(port)], text=True)
-    # What the command needs from the environment has to be in the command.
-    environment = {**clean_environment(), "SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
-    shell = ("bash", "-c", line)
-    with Server(["--port", str(port)], folder / "server.log", environment, program=shell) as server:
-        answer = server.generate(text="import ", sampling_params={**GREEDY, "max_new_tokens": 3})
-        return {"line": line, "info": server.info(), "answer": answer}
-
-
 def pytest_collection_modifyitems(items):
     """Give tests 3600 s: one start may take 600 s, and the limit of a start ends a server that hangs.
 
@@ -318,7 +304,6 @@ JOBS = {
     "engines": engines,
     "evaluated": evaluated,
     "killed": killed,
-    "printed": printed,
     "refused": refused,
     "regression": regression_run.regression,
     "smollm2": smollm2_server.serve,
@@ -336,7 +321,7 @@ JOBS = {
 
 #: Jobs with models of their own. A test of any other job has the tiny model trained first.
 OWN_MODELS = {
-    *("demo", "evaluated", "killed", "printed", "regression", "smollm2"),
+    *("demo", "evaluated", "killed", "regression", "smollm2"),
     *cluster_servers.JOBS,
     *hybrid_servers.JOBS,
     *peer_servers.JOBS,

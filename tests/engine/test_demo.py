@@ -111,17 +111,6 @@ def test_a_killed_server_is_reported_in_one_line(record):
     assert lines[-1].startswith("the server's log: ")
 
 
-@pytest.mark.engine("printed")
-def test_print_command_starts_the_server(record):
-    found = record("printed")
-    assert "KVPOOL_PREFILL_READS_ROWS=1" in found["line"]
-    assert "CUDA_VISIBLE_DEVICES= " in found["line"]
-    assert found["info"]["kv_cache_layout"] == "fp4"
-    assert found["info"]["model_path"] == str(model_path())
-    assert found["info"]["max_total_num_tokens"] == 22656
-    assert len(found["answer"]["output_ids"]) == 3
-
-
 @pytest.mark.engine("evaluated")
 def test_evaluation_of_a_checkpoint(record):
     found = record("evaluated")
