@@ -8,20 +8,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import crossed
+from cases import copy_pages, crossed
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
 from sgl_kvpool.connectors.pools import describe
-from sgl_kvpool.transfer.cpu_engine import TorchEngine
-from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import Transfer
 
 pytestmark = pytest.mark.usefixtures("published")
-
-
-def copy_pages(source, target, group, source_pages, target_pages):
-    transfer = Transfer(np.array(target_pages), np.array(source_pages), to_host=True)
-    TorchEngine(TransferPlan(source, target, group)).copy(transfer)
 
 
 @pytest.fixture(params=POOLS)

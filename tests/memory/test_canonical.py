@@ -5,11 +5,11 @@ D1 and D2 are items of the vLLM checklist, which test_cross_layer.py explains.
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from cases import copy_pages
 
-from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical, copy_pages
+from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.connectors.cross_layer import LayerPages
 from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
@@ -93,7 +93,7 @@ def test_d1_d2_padding_of_the_allocator():
     ]  # fmt: skip
     assert theirs.group("mamba").bytes_per_page == 48768
     assert tuple(source.layer_view(1).shape) == (10, 16256)
-    copy_pages(ours, theirs, "mamba", torch.tensor([7]), torch.tensor([2]))
+    copy_pages(ours, theirs, "mamba", [7], [2])
     assert (target.tensor[2, :, :16256] == 5).all()
     assert (target.tensor[2, :, 16256:] == -18).all()
     assert (target.tensor[[0, 1, *range(3, 10)]] == -18).all()
@@ -116,17 +116,7 @@ def test_bytes_that_mean_something_else_do_not_move(change):
         for fields in (layer, {**layer, **change})
     ]
     with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
-        copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))
-
-
-@pytest.mark.parametrize(
-    "pages", [torch.tensor([0, 1], dtype=torch.uint8), torch.tensor([True]), [0], np.array([0])]
-)
-def test_page_lists_of_another_kind(pages):
-    """Torch takes uint8 and bool as masks."""
-    caches, _ = checklist_d1(1)
-    with pytest.raises(TypeError, match="a list of pages is .*, expected a tensor of int32 or int64"):
-        copy_pages(caches, caches, "mla", pages, torch.tensor([4, 5])[: len(pages)])
+        copy_pages(*views, "kv", [0], [1])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +124,7 @@ def test_page_lists_of_another_kind(pages):
     [
         ([0, 1], [0], "2 source pages for 1 target pages"),
         ([[0]], [[1]], "expected a 1-d array of integers"),
+        ([True], [1], "expected a 1-d array of integers"),
         ([10], [0], "source pages 10 to 10 requested; group mla has 10"),
         ([0], [-1], "target pages -1 to -1 requested"),
         ([0, 1], [4, 4], "listed twice"),
@@ -143,7 +134,7 @@ def test_invalid_page_lists_are_refused(source, target, message):
     caches, memory = checklist_d1(1)
     before = [m.clone() for m in memory]
     with pytest.raises((TypeError, ValueError), match=message):
-        copy_pages(caches, caches, "mla", torch.tensor(source), torch.tensor(target))
+        copy_pages(caches, caches, "mla", source, target)
     assert all(torch.equal(a, b) for a, b in zip(memory, before, strict=True))
 
 
@@ -244,7 +235,7 @@ def test_one_part_alone():
         alone.group("mamba").layer(6, "conv_0")
     for tensor in memory:
         tensor[1] = 5
-    copy_pages(alone, alone, "aligned", torch.tensor([1]), torch.tensor([4]))
+    copy_pages(alone, alone, "aligned", [1], [4])
     for number, tensor in enumerate(memory):
         expected = torch.full((16384,), 3, dtype=torch.int8)
         if number < 2:
