@@ -147,7 +147,6 @@ def _leave_in_order() -> None:
 
 
 def _layouts(arguments: argparse.Namespace) -> int:
-    """Print the byte table of one geometry."""
     formats = [
         member.row_format(arguments.kv_lora_rank, arguments.qk_rope_head_dim) for member in MLAKVCacheLayout
     ]

@@ -33,7 +33,7 @@ def workspace_bytes(
 
     `heads`: Query heads of one rank.
     `max_tokens`: Queries of the largest batch.
-    `max_rows`: Largest `max_rows` of a call, by default the width of its `kv_indices`.
+    `max_rows`: Largest width of a call's `kv_indices`.
     `queries_per_list`: Value passed to `mla_decode`. A workspace for several values needs the maximum of
       their sizes.
     `sm_count`: Streaming multiprocessors of the device.
@@ -87,7 +87,6 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
-    max_rows: int | None = None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of absorbed MLA queries over stored rows, which are read once and decoded in registers.
@@ -115,11 +114,9 @@ def mla_decode(
     `out` [T, H, R], q's dtype: Written and returned; all strides except the last are free.
     `lse` [T, H], float32: Written and returned; any strides.
     `workspace`: Memory for partial results; allocated for this call by default.
-    `max_rows`: The caller's bound on the largest `kv_lens`, at most M. Only the number of splits depends on
-      it.
     `batch_invariant`: Whether the bits of a query's result must not depend on the other lists of the call:
-      lists are then split as in a batch of `INVARIANT_LISTS`. With one query per list, calls of the same M or
-      `max_rows` give a query the same bits in any batch.
+      lists are then split as in a batch of `INVARIANT_LISTS`. With one query per list, calls of the same M
+      give a query the same bits in any batch.
     Returns [T, H, R], q's dtype, 0 for a query without rows, and [T, H], float32, the natural logarithm of
       the sum of exponentials of the scores, -inf for a query without rows.
     IndexError: for a row number of S or more, or a list that does not exist, on a CPU. On CUDA such entries
@@ -135,8 +132,6 @@ def mla_decode(
     decode_checks.lists(kv_indices, list_index, groups, pool)
     decode_checks.index(kv_lens, "kv_lens", (tokens,), pool)
     page = decode_checks.page(page)
-    if max_rows is not None:
-        whole_number("max_rows", max_rows, 0)
     scale = decode_checks.scale(scale)
     k_scale = checks.scale(k_scale, fmt)
     if out is None:
@@ -159,9 +154,8 @@ def mla_decode(
     from sgl_kvpool.attention.decode_launch import launch  # machines without a GPU may lack Triton
 
     decode_checks.pool_on_cuda(pool, fmt)
-    bound = kv_indices.shape[1] if max_rows is None else min(max_rows, kv_indices.shape[1])
-    split_for = INVARIANT_LISTS if batch_invariant else groups
-    config = decode_config(fmt, heads, queries_per_list, split_for, bound, sm_count_of(pool.device))
+    split_for, width = INVARIANT_LISTS if batch_invariant else groups, kv_indices.shape[1]
+    config = decode_config(fmt, heads, queries_per_list, split_for, width, sm_count_of(pool.device))
     partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
     launch(params, partial, config)
     return out, lse

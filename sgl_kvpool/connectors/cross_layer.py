@@ -137,10 +137,6 @@ class CrossLayerGroup:
             if layer is None
         )
 
-    def position(self, name: int | str) -> int:
-        """Position of a layer; KeyError if the layer is not in this group."""
-        return self._place(name)[0]
-
     def _place(self, name: int | str) -> tuple[int, LayerPages]:
         for members in self.layers:
             for position, layer in enumerate(members):

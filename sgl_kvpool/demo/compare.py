@@ -191,7 +191,6 @@ def _score(
     servers: int,
     start_seconds: float,
 ) -> tuple[tuple[report.Result, Scores], str]:
-    """Score the windows."""
     info = info_of(server, layout)
     print("scoring ", end="", flush=True)
     began = time.monotonic()
@@ -279,7 +278,6 @@ def measured_on() -> dict[str, Any]:
 
 
 def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
-    """Machine, versions, model and windows of the measurement."""
     return {
         **measured_on(),
         "device": "cpu",

@@ -247,7 +247,6 @@ def _next_case(answers: Any) -> dict[str, Any]:
 
 
 def _run(case: dict[str, Any]) -> None:
-    """Become the command's process."""
     for number, path in enumerate([os.devnull, *case["output"]]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.chdir(case["folder"])

@@ -130,7 +130,6 @@ class LocalServer:
         return self
 
     def _launch(self) -> None:
-        """Start the process."""
         # Variables in the caller's environment for SGLang servers do not apply to this one.
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None

@@ -122,9 +122,7 @@ class GpuEngine:
     def _on_device(self, pages: Pages) -> tuple[torch.Tensor, int]:
         """Slots or page indices in device memory, and the number of list entries per page."""
         if isinstance(pages, DevicePages):
-            if pages.slots.device == self.tools.device:
-                return pages.slots.to(torch.int64).contiguous(), pages.page_size
-            pages = pages.page_indices()
+            return pages.slots.to(self.tools.device, torch.int64).contiguous(), pages.page_size
         # CUDA copies short lists out of pageable memory before this returns; longer ones wait for the stream.
         return torch.from_numpy(contiguous(pages)).to(self.tools.device, non_blocking=True), 1
 

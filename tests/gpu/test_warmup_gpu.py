@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-#: `silicon`: warmup asks NVIDIA's driver, in a process of its own, whether there is a GPU.
+#: `silicon`: processes of their own, which have no emulated device.
 pytestmark = [pytest.mark.gpu, pytest.mark.silicon]
 #: Seconds that one of the two processes may take.
 LIMIT_S = 850

@@ -31,7 +31,6 @@ _PACKAGES = (
     *("sglang-kernel", "apache-tvm-ffi", "nvidia-cuda-nvcc", "matplotlib"),
 )
 _GROUP = "sglang.srt.plugins"
-_ENTRY_POINT = "sgl_kvpool.sglang_plugin:register"
 #: Time limit of a probe: importing all of SGLang's modules that we hook takes 25 s on two cores.
 _TIMEOUT_SECONDS = 300
 
@@ -93,11 +92,6 @@ def plugin() -> Finding:
     finding = Finding()
     found = importlib.metadata.entry_points(group=_GROUP, name=env.PLUGIN)
     finding.facts["entry point"] = next((point.value for point in found), None)
-    if finding.facts["entry point"] not in (None, _ENTRY_POINT):
-        finding.problems.append(
-            f"another package has taken the name {env.PLUGIN}: its entry point is "
-            f"{finding.facts['entry point']}, ours is {_ENTRY_POINT}; uninstall that package"
-        )
     if not found:
         finding.problems.append(
             f"no entry point {env.PLUGIN} in group {_GROUP}: install the package (pip install -e .), a "

@@ -1,7 +1,5 @@
 """A plan as text for a terminal."""
 
-import re
-
 from sgl_kvpool.commands.plan.planned import MEMORY, Plan, PlannedServer
 
 
@@ -76,7 +74,6 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """Notes on the numbers of the table."""
     tiers = [server for server in plan.servers if server.hicache_size_gb]
     lines = _drafts(plan)
     if plan.row_copies > 1:
@@ -160,19 +157,10 @@ def _reasons(plan: Plan) -> list[str]:
         elif server.host_layout is None and server.attention is not None:
             found = server.attention  # the host's layout does not change it
             lines.append(f"  {server.name}: {found['prefill']}, {found['decode']}: {found['why']}")
-    lines += [f"  {'; '.join(names)}: refused: {_sized(reason, plan)}" for reason, names in refused.items()]
+    lines += [f"  {'; '.join(names)}: refused: {reason}" for reason, names in refused.items()]
     bounds = {server.limit for server in plan.servers if server.tokens and server.limit != MEMORY}
     lines += [f"requests are bounded by {bound} where more would fit" for bound in sorted(bounds)]
     return lines
-
-
-def _sized(reason: str, plan: Plan) -> str:
-    """A refusal, with the tokens of the layouts that its advice names."""
-    for server in plan.servers:
-        if server.layout is not None and server.host_layout is None and server.tokens:
-            named = rf"(use --kv-cache-layout {server.layout})(?![\w])"
-            reason = re.sub(named, rf"\1 ({server.tokens} tokens)", reason)
-    return reason
 
 
 def _commands(plan: Plan) -> list[str]:

@@ -265,7 +265,6 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, view: Any) -> dict[s
 
 
 def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
-    """Properties of the model, for the report."""
     with_rows = models.layers_with_rows(model_config)
     return {
         "name": models.model_name(model_config),

@@ -75,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(model: NamedModel | None, arguments: argparse.Namespace) -> Served:
-    """A model's shape, with a server's arguments."""
     from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
 
     shape = DEEPSEEK_V3 if model is None else model_of(model)

@@ -8,7 +8,6 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
 from sgl_kvpool.sglang_plugin.registry import fields, installs, uses
 
@@ -114,15 +113,7 @@ def backend_class(device: str) -> type:
 
 def create_backend(runner: Any):
     """Our backend for a ModelRunner, target or draft; Refusal for a draft without MLA."""
-    from sglang.srt.runtime_context import get_parallel
-
     require_mla(runner)
-    ranks = get_parallel().attn_dcp_size
-    if ranks > 1 and not hasattr(runner.model, "prepare_context_parallel_metadata_for_dcp"):
-        raise Refusal(
-            f"--dcp-size {ranks} does not work with {type(runner.model).__name__}: SGLang does not gather "
-            "the rows of several ranks for its prefills; leave it out"
-        )
     if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
         let_sglang_scale_queries()
     return backend_class(runner.device)(runner)

@@ -132,7 +132,6 @@ def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
 
 
 def _heads(kvc: Any) -> int:
-    """Query heads of this rank."""
     from sglang.srt.runtime_context import get_parallel
 
     return kvc.model_config.num_attention_heads // get_parallel().attn_tp_size

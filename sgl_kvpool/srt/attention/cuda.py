@@ -131,11 +131,6 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
             return
-        if forward_batch.forward_mode.is_dllm_extend():
-            raise NotImplementedError(
-                f"attention backend {KVPOOL_BACKEND} attends causally, but diffusion language models do "
-                "not; serve this model without --kv-cache-layout"
-            )
         self._rows_to_write.forget()
         ranks = self._lists.ranks
         if ranks > 1:

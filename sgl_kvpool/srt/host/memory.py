@@ -137,7 +137,6 @@ def _forget_error() -> None:
 
 
 def _undo(cudart: Any, registered: list[tuple[int, int]]) -> None:
-    """Unregister chunks in reverse order."""
     left = [size for address, size in reversed(registered) if int(cudart.cudaHostUnregister(address)) != 0]
     if left:
         logger.warning(

@@ -87,11 +87,6 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
                 f"drafts packed with their target have one layer and the target's rows; got rows {tags} and "
                 f"{[draft.layer_num for draft in draft_pools]} layers"
             )
-        row_bytes = kv_pool.kv_cache_dim * kv_pool.store_dtype.itemsize
-        if row_bytes != kv_pool.row_format.row_bytes:
-            raise RuntimeError(
-                f"SGLang counts {row_bytes} bytes per row, but rows have {kv_pool.row_format.row_bytes}"
-            )
         # Set before the base class's constructor runs, because that calls the overrides below.
         self._options: HostTierOptions = kv_pool.host_tier
         host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
