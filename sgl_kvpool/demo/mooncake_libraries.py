@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import threading
 from pathlib import Path
 
 _WANTED = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
@@ -30,19 +29,20 @@ def library_path() -> str:
     if not missing:
         return given
     libraries = _nixl_libraries()
-    found = {name: _in_wheel(libraries, name) for name in missing}
-    absent = [name for name, path in found.items() if path is None]
+    found = {name: path for name in missing if (path := _in_wheel(libraries, name)) is not None}
+    absent = [name for name in missing if name not in found]
     if absent:
         raise ValueError(
             f"Mooncake needs {', '.join(absent)}, which neither this machine nor {_PACKAGE} has; "
             "install sgl-kvpool[distributed], or the system's libibverbs1, libnuma1 and libcurl4"
         )
-    # One folder per environment: another may have another NIXL, or be deleted.
+    # One folder per environment and NIXL: another environment may have another NIXL, or be deleted.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
-    links = cache / f"libraries-{hashlib.sha256(str(libraries).encode()).hexdigest()[:16]}"
+    links = cache / f"libraries-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
     links.mkdir(parents=True, exist_ok=True)
     for name, path in found.items():
-        _link(links / name, path)
+        with contextlib.suppress(FileExistsError):
+            (links / name).symlink_to(path)
     return os.pathsep.join(filter(None, (str(links), str(libraries), given)))
 
 
@@ -67,17 +67,3 @@ def _in_wheel(libraries: Path | None, name: str) -> Path | None:
     stem, _, version = name.partition(".so.")
     found = [] if libraries is None else sorted(libraries.glob(f"{stem}-*.so.{version}*"))
     return found[0] if found else None
-
-
-def _link(link: Path, target: Path | None) -> None:
-    """Create a link unless it exists; safe with other threads and processes that do the same."""
-    assert target is not None
-    if link.is_symlink() and Path(os.readlink(link)) == target:
-        return
-    made = link.with_name(f".{link.name}-{os.getpid()}-{threading.get_ident()}")
-    try:
-        made.symlink_to(target)
-        made.replace(link)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            made.unlink()

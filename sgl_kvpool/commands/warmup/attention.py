@@ -193,8 +193,7 @@ class SparseRows:
     """Our kernels for models with sparse attention (DSA) on CUDA: writes, and reads of top-k lists."""
 
     def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
-        if served.top_k is None:
-            raise ValueError(f"{served.name} has no sparse attention")
+        assert served.top_k is not None
         self.served, self.layout, self.device, self.top_k = served, layout, device, served.top_k
         self.fmt = layout.pool_row_format(served.kv_lora_rank, served.qk_rope_head_dim, is_dsa=True)
         self.rows = torch.zeros((_SPARSE_SLOTS, 1, self.fmt.row_bytes), dtype=torch.uint8, device=device)
