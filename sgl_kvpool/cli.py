@@ -1,7 +1,6 @@
 """The command `sgl-kvpool`."""
 
 import argparse
-import functools
 import io
 import os
 import signal
@@ -172,7 +171,7 @@ def _reference(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.cluster:
         return _demo_cluster(arguments)
-    chosen = model.choose(arguments.model, functools.partial(print, flush=True))
+    chosen = model.choose(arguments.model)
     from sgl_kvpool.demo.compare import compare
 
     return compare(chosen, arguments.layouts or list(MLAKVCacheLayout), arguments.out, arguments.windows)

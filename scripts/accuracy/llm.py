@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     arguments = parser.parse_args()
     require_writable(parser, arguments.json)
-    folder = smollm2.checkpoint(print)
+    folder = smollm2.checkpoint()
     tokens = smollm2.english_token_ids(folder)
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)
     if not 1 < arguments.windows <= len(windows):

