@@ -251,6 +251,8 @@ def run(arguments: argparse.Namespace) -> int:
     left = [layout for layout in layouts if layout.value not in evaluation.results]
     for layout in (one for one in layouts if one not in left):
         print(f"{layout}: taken from {arguments.out}")
+    if not left:
+        print("nothing is left to serve")
     on_cpu = "--device cpu" in " ".join(subject.arguments).replace("--device=", "--device ")
     with ExitStack() as stack:
         # A process that has initialized CUDA cannot be forked.
