@@ -36,6 +36,8 @@ _DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 _MOST_HIDDEN_TOKENS = 131072
 #: Tokens that a pool or a context has besides such a text: its frame, the answer, and a page.
 _BESIDES_TOKENS = 256
+#: Assumed for the estimate before the first server: reading weights, SGLang's start, prefill on CPU and GPU.
+_WEIGHTS_GIB_PER_S, _START_S, _CPU_TOKENS_PER_S, _GPU_TOKENS_PER_S = 1.0, 60.0, 250.0, 5000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -242,7 +244,7 @@ def run(arguments: argparse.Namespace) -> int:
     ValueError if an argument is invalid, model or text cannot be read, or the folder has damaged results or
     those of another run; OSError if the results cannot be written.
     """
-    subject = _subject(arguments)
+    subject, weights_gib, context_tokens = _subject(arguments)
     with naming("--out", arguments.out):
         arguments.out.mkdir(parents=True, exist_ok=True)
     evaluation = _Evaluation(subject, arguments.out)
@@ -251,9 +253,9 @@ def run(arguments: argparse.Namespace) -> int:
     left = [layout for layout in layouts if layout.value not in evaluation.results]
     for layout in (one for one in layouts if one not in left):
         print(f"{layout}: taken from {arguments.out}")
-    if not left:
-        print("nothing is left to serve")
     on_cpu = "--device cpu" in " ".join(subject.arguments).replace("--device=", "--device ")
+    estimate = _estimate(subject, len(left), weights_gib, context_tokens, on_cpu)
+    print(estimate if left else "nothing is left to serve", flush=True)
     with ExitStack() as stack:
         # A process that has initialized CUDA cannot be forked.
         forks = import_once(stack.enter_context(Forks())) if on_cpu and left else None
@@ -276,7 +278,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _subject(arguments: argparse.Namespace) -> _Subject:
+def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int]:
+    """What is evaluated, the GiB of its weights if they are here, and the model's context in tokens."""
     for word in arguments.server_arguments:
         if (name := word.partition("=")[0]) in _OURS:
             raise ValueError(f"{name} is set by this command; leave it out after --")
@@ -285,7 +288,8 @@ def _subject(arguments: argparse.Namespace) -> _Subject:
     with naming("--model", arguments.model):
         if Path(arguments.model).is_file():
             raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")
-        with find_model(arguments.model).sglang_path() as path:
+        model = find_model(arguments.model)
+        with model.sglang_path() as path:
             config = json.loads((Path(path) / "config.json").read_text("utf-8", errors="replace"))
     check_sizes(config)
     texts = config.get("text_config")
@@ -297,7 +301,7 @@ def _subject(arguments: argparse.Namespace) -> _Subject:
         )
     with naming("--text", arguments.text):
         text = arguments.text.read_text("utf-8")
-    return _Subject(
+    subject = _Subject(
         model=arguments.model,
         rank=config["kv_lora_rank"],
         rope=config["qk_rope_head_dim"],
@@ -307,4 +311,22 @@ def _subject(arguments: argparse.Namespace) -> _Subject:
         window_tokens=arguments.window_tokens,
         hidden_tokens=arguments.hidden_tokens,
         arguments=tuple(arguments.server_arguments),
+    )
+    return subject, model.weights_gib, config.get("max_position_embeddings") or _MOST_HIDDEN_TOKENS
+
+
+def _estimate(
+    subject: _Subject, servers: int, weights_gib: float | None, context_tokens: int, on_cpu: bool
+) -> str:
+    """A line with the time that the servers will take, by rates that the line names."""
+    tokens_per_s = _CPU_TOKENS_PER_S if on_cpu else _GPU_TOKENS_PER_S
+    hidden = subject.hidden_tokens
+    if hidden is None:
+        hidden = min(context_tokens, _MOST_HIDDEN_TOKENS)
+    tokens = subject.windows * subject.window_tokens + len(_DEPTHS) * hidden
+    seconds = _START_S + (weights_gib or 0) / _WEIGHTS_GIB_PER_S + tokens / tokens_per_s
+    return (
+        f"{servers} servers of about {seconds / 60:.0f} minutes each, if weights are read with "
+        f"{_WEIGHTS_GIB_PER_S:g} GiB/s and {tokens_per_s:g} tokens are prefilled per second; the first "
+        "server tells better"
     )

@@ -138,7 +138,7 @@ def served(tmp_path_factory):
     words = ["evaluate", "--model", str(folder), "--layouts", "fp4", "--", "--device=cpu"]
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
-    subject = evaluate._subject(parser.parse_args(words[1:]))
+    subject, _, _ = evaluate._subject(parser.parse_args(words[1:]))
     result = report.Result("fp4", 416, None, 64, "kvpool_mla", 1.0, 2.0, 3.5)
     facts = {"evaluated": subject.facts, "hidden_characters": 0, "held_out_tokens_scored": 6}
     report.write_json(folder / "evaluate.json", [result], facts)

@@ -114,10 +114,11 @@ def test_a_killed_server_is_reported_in_one_line(record):
 @pytest.mark.engine("evaluated")
 def test_evaluation_of_a_checkpoint(record):
     found = record("evaluated")
-    _, second = found["printed"]
+    first, second = found["printed"]
     names = ["bf16", "fp4", "fp4_fp8_rope"]
     logs = [f"server-{name}.log" for name in names] + [f"scores-{name}.json.gz" for name in names]
     assert found["files"] == sorted(["evaluate.json", "evaluate.png", *logs])
+    assert re.search(r"^2 servers of about \d+ minutes each", first, re.MULTILINE)
     assert second.startswith("bf16: taken from ")
     results = {result["layout"]: result for result in found["results"]}
     assert list(results) == names
