@@ -1,8 +1,7 @@
 """The decoder of `gluon_wide`: the warp group that loads rows and decodes them into tiles.
 
 Each part of the next block is loaded into the registers that the same part of this block has left, so that it
-is first used in the next block, 0.6 to 0.85 blocks later. Loads of all parts in the first half of a block
-would need other registers than this block's, and 40 to 50 moves, which wait for them before the block ends.
+is first used in the next block (docs/attention.md).
 """
 
 from triton.experimental import gluon

@@ -96,6 +96,7 @@ class CpuEngine:
         runs = self._runs[part]
         if not len(runs) or not len(transfer):
             return
+        torch.get_num_threads()  # gives this thread torch's number, beyond which our C++ starts its own
         pages, conversion = [torch.from_numpy(contiguous(p)) for p in lists], self.plan.conversion
         if conversion is None:
             self._module.copy_pages(runs, *pages, self.threads)

@@ -145,8 +145,9 @@ class Case:
         for keys, prefix in zip(self.keys, self.prefixes, strict=True):
             keys = keys.cpu()
             row_bytes = self.pool.row_format.row_bytes
-            rows = oracle.encode(keys[:, 0, :RANK], keys[:, 0, RANK:], self.layout, RANK, ROPE, row_bytes)
-            values = oracle.decode(rows, self.layout, RANK, ROPE)
+            parts, k_scale = (keys[:, 0, :RANK], keys[:, 0, RANK:]), self.pool.k_scale(LAYER)
+            rows = oracle.encode(*parts, self.layout, RANK, ROPE, row_bytes, k_scale)
+            values = oracle.decode(rows, self.layout, RANK, ROPE, k_scale)
             if len(keys) - prefix > 1:  # to more than 16 query heads, and to FlashInfer, rows are bfloat16
                 values = torch.from_numpy(values).bfloat16().float().numpy()
             values = values.astype(np.float64)
@@ -209,6 +210,13 @@ def test_requests_of_one_token_at_the_end_are_decoded(layout, arrangement):
 
 
 @pytest.mark.quick
+def test_prefill_that_reads_scaled_rows():
+    case = Case("fp8", [20, 14], [16, 10], k_scales={LAYER: 0.25})
+    case.backend.absorbed_prefill.reads_rows = True
+    close(case.run("EXTEND"), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.quick
 def test_more_single_tokens_than_there_is_room_for():
     """The last two of the requests with one new token fit; the first goes through prefill."""
     case = Case("fp4", [9, 40, 7, 65], [3, 39, 6, 64])
@@ -221,15 +229,9 @@ def test_more_single_tokens_than_there_is_room_for():
 
 @pytest.mark.quick
 def test_unsupported_batches_are_refused():
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
     case = Case("bf16", [4, 7], [0, 3])
-    batch = case.batch("EXTEND")
     with pytest.raises(NotImplementedError, match="does not run prefill inside a CUDA graph"):
-        case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    batch.forward_mode = ForwardMode.DLLM_EXTEND
-    with pytest.raises(NotImplementedError, match="attends causally"):
-        case.backend.init_forward_metadata(batch)
+        case.backend.init_forward_metadata_out_graph(case.batch("EXTEND"), in_capture=True)
     batch = case.batch("TARGET_VERIFY")
     batch.spec_info.draft_token_num = 5
     with pytest.raises(ValueError, match="2 requests of 5 queries in TARGET_VERIFY.* sized for 4 per"):

@@ -65,17 +65,30 @@ def test_layouts_and_arrangements(layout, arrangement):
     check(run(case), case)
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    quick(
+        itertools.product(oracle.LAYOUTS, [1, 8, 16, 32, 64, 72, 128]), [("fp4", 72), ("fp8_block_scale", 72)]
+    ),
+)
 def test_heads_and_long_lists(layout, heads):
     case = make_case(layout, heads=heads, counts=((1027,), (64,), (0,), (3001,)), width=4096)
     check(run(case), case)
 
 
-@pytest.mark.parametrize(("rank", "rope"), [(256, 64), (128, 0), (384, 64), (512, 0)])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_geometries(layout, rank, rope):
-    case = make_case(layout, rank=rank, rope=rope, heads=5, counts=VERIFY, seed=3)
+@pytest.mark.parametrize(
+    ("layout", "rank", "rope", "heads"),
+    quick(
+        [
+            (layout, *rest)
+            for layout in oracle.LAYOUTS
+            for rest in ((256, 64, 5), (128, 0, 5), (384, 64, 5), (512, 0, 5), (512, 0, 64))
+        ],
+        [("fp4", 512, 0, 64)],
+    ),
+)
+def test_geometries(layout, rank, rope, heads):
+    case = make_case(layout, rank=rank, rope=rope, heads=heads, counts=VERIFY, seed=3)
     check(run(case), case)
 
 

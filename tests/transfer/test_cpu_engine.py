@@ -71,8 +71,9 @@ from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
 source, from_pages = side("layer_major", distinct, row=65536)
 target, to_pages = side("page_major", -18, row=65536)
-engine = CpuEngine(TransferPlan(source, target, "kv"), 16)
-torch.set_num_threads(int(sys.argv[1]))
+torchs = int(sys.argv[1])
+engine = CpuEngine(TransferPlan(source, target, "kv"), 16 if torchs == 1 else torchs)
+torch.set_num_threads(torchs)
 torch.ones(1 << 20).exp()
 # Addresses left: less than the stack of a thread.
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -20,7 +20,7 @@ extern "C" {
 namespace kvpool {
 
 // Number of threads for work on `bytes`: one, plus one for each `bytes_per_thread`, at most `most`, and at most the number
-// of cores that the calling thread may run on, since its threads inherit its affinity.
+// of cores that the calling thread may run on: threads that it starts inherit its affinity.
 inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most) {
   int64_t threads = std::min(most, bytes / bytes_per_thread + 1);
 #ifdef __linux__
@@ -34,7 +34,8 @@ inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most
 
 // Calls run(begin, end), which may not throw, for `threads` shares of [0, items) on at most as many threads, the calling
 // thread included: on those of torch, unless it has fewer. They spin for milliseconds after each operation of torch, and
-// other threads would wait for their cores. As in torch, a child that is forked after they have worked hangs.
+// other threads would wait for their cores. As in torch, a child that is forked after they have worked hangs, and a
+// process that is refused a thread of torch's ends. What torch's number is, has been asked in the calling thread.
 template <typename Run>
 void share(int64_t items, int64_t threads, Run&& run) {
   threads = std::max<int64_t>(1, std::min(threads, items));
