@@ -93,6 +93,14 @@ def test_convolutions_of_cpus_with_amx():
     assert np.array_equal(memory_of, expected)
 
 
+def test_a_slot_has_one_owner():
+    tier = state_tier(state_pool())
+    mine = tier.alloc(3)
+    assert tier.free(mine) == 3
+    assert tier.free(mine[:2]) == 0  # twice
+    assert tier.available_size() == tier.size
+
+
 def test_what_is_not_carried_is_refused():
     """Side states, which no MLA model has."""
     from types import SimpleNamespace
