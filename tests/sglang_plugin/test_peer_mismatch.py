@@ -161,6 +161,25 @@ def test_a_request_that_another_rank_fails_has_the_text(manager_of, bootstrap, c
     assert not error.value.is_from_another_rank
 
 
+def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
+    manager_of, bootstrap, monkeypatch, counted
+):
+    """Otherwise requests of the next ten seconds would fail without a message to their prefill server."""
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    with monkeypatch.context() as patched:
+        patched.setattr(CommonKVReceiver, "_get_bootstrap_info_from_server", lambda *_: None)
+        silent = decode.request(bootstrap, 71)
+        decode.ensure(**{bootstrap: [silent]})
+        (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
+        mismatch.notifier.join(5)
+    request = decode.request(bootstrap, 72)
+    assert decode.ensure(**{bootstrap: [silent, request]}) == ({}, [silent, request])
+    assert set(told(prefill, 72)) == {72}
+
+
 def test_a_slow_prefill_server_of_64_ranks_costs_the_scheduler_one_lookup(
     manager_of, bootstrap, slow_peer, counted
 ):
