@@ -116,3 +116,14 @@ def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
     with pytest.raises(Refusal, match="failed on another rank" if local else "found a difference: attention"):
         run(scheduler)
     assert asked == [local]
+
+
+def test_a_check_of_the_tier_that_fails_names_its_way_out(scheduler, monkeypatch):
+    from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
+
+    monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
+    monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: good)
+    with pytest.raises(
+        Refusal, match="; serve without --enable-hierarchical-cache, or without --kv-cache-layout, and"
+    ):
+        run(scheduler)

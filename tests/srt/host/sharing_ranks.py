@@ -400,21 +400,32 @@ def own_draft(ranks):
     return {"lengths": [model.check(LONGER)], "error": str(refused.value), "pools": len(model.host_pools)}
 
 
-def self_checked(layout="fp4", arrangement="layer_major", host="same", page_size=PAGE_SIZE):
-    """The check of the tier at start."""
+def self_checked(layout="fp4", arrangement="layer_major", host="same", page_size=PAGE_SIZE, broken=None):
+    """The check of the tier at start; the rank `broken` omits a layer of its load."""
 
     def case(ranks):
         from sgl_kvpool.sglang_plugin.hooks.ranks import all_ranks
-        from sgl_kvpool.srt.self_check import check_tier
+        from sgl_kvpool.srt.self_check import Difference, check_tier
 
         model = ranks.model(layout, arrangement, host, page_size)
+        load = model.tier.load_to_device_per_layer
+
+        def without(pool, host, device, layer_id, *more, **named):
+            if layer_id:
+                load(pool, host, device, layer_id, *more, **named)
+
+        if ranks.rank == broken:
+            ranks.patch.setattr(model.tier, "load_to_device_per_layer", without)
         # Ranks read the same bytes from the shared tier, so their pools hold the same rows, as in a server.
         fill(model.pool)
         if ranks.rank == 0:
             page_memory(model.tier)[...] = 0xEE
         dist.barrier()
         before = everything(model)
-        found = check_tier(model.controller, lambda good: all_ranks(model.controller, good))
+        try:
+            found = check_tier(model.controller, lambda good: all_ranks(model.controller, good))
+        except Difference as difference:
+            found = str(difference)
         dist.barrier()
         return {"found": found, "same": everything(model) == before, "digest": model.tier.shared.log.digest}
 
@@ -461,6 +472,7 @@ CASES = {
     "checked": self_checked(),
     "checked-narrower": self_checked("bf16", "page_major", "fp4"),
     "checked-pages-of-1": self_checked("fp8", "token_major", page_size=1),
+    "checked-loaded": self_checked(broken=2),
 }  # fmt: skip
 
 

@@ -235,6 +235,15 @@ def test_all_ranks_pass_the_check_and_leave_the_tier_as_it_was(seen, case):
     assert len({rank["digest"] for rank in seen[case]}) == 1  # all allocators did the same operations
 
 
+def test_a_load_that_fails_on_one_rank_ends_the_check_on_all(seen):
+    """A rank that left earlier would be waited for."""
+    own = "rows of fp4 loaded from the host tier: byte 0 of layer 0, token 0"
+    other = "the host tier: another rank found a difference, see its log"
+    for rank, text in zip(seen["checked-loaded"], (other, other, own), strict=True):
+        assert rank["found"].startswith(text)
+        assert rank["same"]
+
+
 @pytest.mark.parametrize("case", ["unmapped-0", "unmapped-2", "machines-unmapped"])
 def test_memory_that_one_rank_cannot_map_is_an_error_of_all(seen, case):
     """On its machine and on others, whose ranks would wait for it."""
