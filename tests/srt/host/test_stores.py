@@ -4,6 +4,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,24 @@ def test_a_store_that_the_server_loads_by_its_class(controller_of, store):
         hits, found = get(server(layout))
         assert hits == 4
         assert np.array_equal(found[[0, 5, 2, 6]], wanted[[3, 1, 4, 0]])
+
+
+def test_old_pages_of_another_layout_are_removed_by_time(controller_of, store):
+    """The command of docs/transfer.md."""
+    page = Path(__file__).parents[3] / "docs" / "transfer.md"
+    (command,) = re.findall(r"^find .* -delete$", page.read_text(), re.M)
+    for layout in ("bf16", "fp4"):
+        filled(controller := controller_of(device_pool(layout, pages=9), store=store))
+        assert put(controller)
+    an_hour_ago = time.time() - 3600
+    for path in store.glob("*_model-bf16-*"):
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - 600))
+    assert "2026-01-31 12:00" in command
+    subprocess.run(["bash", "-c", command.replace("2026-01-31 12:00", started)], check=True)
+    left = os.listdir(store)
+    assert len(left) == 4
+    assert all("_model-fp4-" in name for name in left)
 
 
 def test_the_folder_is_made_for_this_account_and_checked_at_every_attachment(controller_of, tmp_path, caplog):
