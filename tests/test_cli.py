@@ -85,6 +85,7 @@ def test_a_closed_stream_gets_nothing_and_the_other_one_no_more(closed):
 @pytest.mark.engine
 def test_a_server_that_refuses_shows_why(tmp_path):
     """A real server, stopped at its start by a version of SGLang that is not in the tested range."""
+    (tmp_path / "demo.json").write_text("of an earlier run")
     info = tmp_path / "path" / "sglang-0.6.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
@@ -98,6 +99,7 @@ def test_a_server_that_refuses_shows_why(tmp_path):
     log = tmp_path / "server-fp4.log"
     assert lines[-1] == f"the server's log: {log}"
     assert lines[-2] == log.read_text().splitlines()[-1]
+    assert (tmp_path / "demo.json").read_text() == "of an earlier run"
 
 
 @pytest.mark.parametrize("command", [["demo"], ["plan", "--model", __file__, "--gpu-gb", "80"], ["warmup"]])

@@ -115,7 +115,7 @@ def compare(
     """Serve every layout in turn, print a table, write JSON and a plot.
 
     `layouts` has no repetition; differences are to BF16, if it is one of them. `folder` is created; it gets
-    ``demo.json``, ``demo.png`` and the servers' logs, in place of those of an earlier run.
+    ``demo.json``, ``demo.png`` and the servers' logs. Those of an earlier run stay until there are results.
 
     Returns exit status 1 if a server failed (results of earlier servers are still shown and written), if a
     hit in the host tier gave other tokens than a hit on the device, or if results could not be written.
@@ -124,8 +124,6 @@ def compare(
         raise ValueError(f"{folder} is a file; name a folder with --out")
     windows = Windows(model, window_count)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _RESULTS:  # of an earlier run
-        (folder / name).unlink(missing_ok=True)
     row = model.row_format(MLAKVCacheLayout.BF16)
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
@@ -149,6 +147,9 @@ def compare(
         results = with_differences([result for result, _ in served], scores.__getitem__)
         print(f"\n{report.table(results, model.token)}\n\n{report.LIMITS}\n", flush=True)
         try:
+            logs = [f"server-{layout}.log" for layout in layouts[: len(served) + failed]]
+            for name in set(_RESULTS).difference(logs):  # of an earlier run
+                (folder / name).unlink(missing_ok=True)
             without_plot = _write(folder, results, model, windows)
             if not failed:
                 print("Host tier and whole answers; the table stays as it is:")

@@ -16,7 +16,7 @@ from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 BYTES = choose("bytes")
-FP4, FP8 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+FP4, FP8, BF16 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, MLAKVCacheLayout.BF16
 LOGS = [f"{name}-{layout}.log" for layout in MLAKVCacheLayout for name in ("server", "answers")]
 
 
@@ -106,12 +106,28 @@ def test_a_failure_after_the_table_keeps_it(tmp_path, served, capsys, monkeypatc
 def test_a_run_that_does_not_finish_has_the_results_of_earlier_servers(tmp_path, served, capsys):
     earlier(tmp_path)
     served[FP4] = ServerFailed("the server ended with signal 9")
-    assert compare.compare(BYTES, [FP8, FP4], tmp_path) == 1
+    assert compare.compare(BYTES, [FP8, FP4, BF16], tmp_path) == 1
+    assert {log.name: log.read_text() for log in tmp_path.glob("*.log")} == {
+        "server-fp8.log": "new",
+        "server-fp4.log": "new",
+    }
     printed = capsys.readouterr().out
     assert "failed: the server ended with signal 9\n" in printed
     assert f"the server's log: {tmp_path / 'server-fp4.log'}\n" in printed
     assert f"all numbers: {tmp_path / 'demo.json'}\n" in printed
     assert len(json.loads((tmp_path / "demo.json").read_text())["results"]) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ServerFailed("the server ended with signal 9")])
+def test_a_run_without_results_leaves_those_of_an_earlier_one(tmp_path, served, error):
+    earlier(tmp_path)
+    served[FP4] = error
+    with contextlib.suppress(KeyboardInterrupt):
+        assert compare.compare(BYTES, [FP4], tmp_path) == 1
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == dict.fromkeys(("demo.json", "demo.png", *LOGS, "notes.txt"), "old") | {
+        "server-fp4.log": "new"
+    }
 
 
 @pytest.mark.parametrize("size_bytes", [8192, 64])  # the JSON fits and the plot does not; neither does
