@@ -2,13 +2,16 @@
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 from sgl_kvpool import compiler
 from sgl_kvpool.commands.doctor import probes
 from sgl_kvpool.commands.doctor.probes import Finding
+from sgl_kvpool.commands.warmup.steps import CACHES
 
 SCHEMA = 1
 
@@ -45,7 +48,7 @@ def examine(
 
 
 def compiled_code() -> Finding:
-    """Number and size of our libraries, and which of them are damaged."""
+    """Number and size of our libraries, and which libraries of a server cannot be loaded."""
     folder, libraries = compiler.folder(), compiler.libraries()
     size_bytes = sum(path.lstat().st_size for path in libraries)
     finding = Finding({"folder": str(folder), "libraries": len(libraries), "size_bytes": size_bytes})
@@ -54,7 +57,24 @@ def compiled_code() -> Finding:
             finding.notes.append(f"{path} is damaged; a server that needs it compiles it again")
         else:
             finding.problems.append(f"{path} is damaged, and its folder is read-only: make it again there")
+    for name in ("sglang", "torch", "triton", "flashinfer"):
+        for path in CACHES[name].folder().rglob("*.so"):
+            if path.is_file() and _is_truncated(path):
+                finding.problems.append(
+                    f"{path} is truncated, and a process that loads it ends with SIGBUS: delete {path.parent}"
+                )
     return finding
+
+
+def _is_truncated(library: Path) -> bool:
+    """Whether a library is shorter than its ELF header says."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return True
+    # Linkers write the table of sections last.
+    offset_bytes, entry_bytes, entries = struct.unpack("<40xQ10xHH2x", header)
+    return library.stat().st_size < offset_bytes + entry_bytes * entries
 
 
 def _guarded(probe: Callable[[], Finding]) -> Finding:

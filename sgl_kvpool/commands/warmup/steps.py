@@ -54,6 +54,11 @@ CACHES = {
         "TORCH_EXTENSIONS_DIR",
         lambda: _from("TORCH_EXTENSIONS_DIR", str(_from("XDG_CACHE_HOME", "~/.cache") / "torch_extensions")),
     ),
+    "sglang": Cache(
+        "SGLang's kernels",
+        "SGLANG_JIT_CACHE_DIR",
+        lambda: _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
+    ),
     "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _sglang("TRITON_CACHE_DIR", "triton")),
     "flashinfer": Cache(
         "FlashInfer",

@@ -7,9 +7,11 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from live_processes import alive
+from ml_dtypes import _ml_dtypes_ext
 
 from sgl_kvpool.commands import doctor
 from sgl_kvpool.commands.doctor import compiled_code, probes
@@ -225,11 +227,17 @@ def test_drivers(monkeypatch, tmp_path, state, visible, problem, note):
         assert text is None or text in found[0]
 
 
-def test_damaged_libraries_are_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path))
-    own, code = tmp_path / "sgl_kvpool", b"code"
+@pytest.fixture
+def caches(monkeypatch, tmp_path):
+    for name in ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
+                 "FLASHINFER_WORKSPACE_BASE"):  # fmt: skip
+        monkeypatch.setenv(name, str(tmp_path / name))
+
+
+def test_damaged_libraries_are_named(monkeypatch, tmp_path, caches):
+    own, code = tmp_path / "TVM_FFI_CACHE_DIR" / "sgl_kvpool", b"code"
     assert compiled_code() == Finding({"folder": str(own), "libraries": 0, "size_bytes": 0})
-    own.mkdir()
+    own.mkdir(parents=True)
     library = own / f"m-1-2-{hashlib.sha256(code).hexdigest()[:16]}.so"
     library.write_bytes(code)
     assert compiled_code() == Finding({"folder": str(own), "libraries": 1, "size_bytes": 4})
@@ -238,6 +246,21 @@ def test_damaged_libraries_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert compiled_code().problems == [
         f"{library} is damaged, and its folder is read-only: make it again there"
+    ]
+
+
+def test_truncated_libraries_of_others_are_named(tmp_path, caches):
+    real = Path(_ml_dtypes_ext.__file__).read_bytes()  # its table of sections is its end
+    parts = ("SGLANG_JIT_CACHE_DIR/x", "TORCH_EXTENSIONS_DIR/x", "TRITON_CACHE_DIR/x",
+             "FLASHINFER_WORKSPACE_BASE/.cache/flashinfer")  # fmt: skip
+    folders = [tmp_path / part for part in parts]
+    for folder, length_bytes in zip(folders, (0, 63, 5000, len(real) - 1), strict=True):
+        folder.mkdir(parents=True)
+        (folder / "good.so").write_bytes(real)
+        (folder / "bad.so").write_bytes(real[:length_bytes])
+    assert compiled_code().problems == [
+        f"{folder / 'bad.so'} is truncated, and a process that loads it ends with SIGBUS: delete {folder}"
+        for folder in folders
     ]
 
 

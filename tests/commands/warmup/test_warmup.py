@@ -135,12 +135,15 @@ def test_caches_are_where_their_owners_put_them(tmp_path):
         "before = [cache.folder() for cache in c.values()]; import sglang\n"
         "assert before == [cache.folder() for cache in c.values()]\n"
         "import triton, flashinfer.jit.env as f, torch.utils.cpp_extension as t\n"
+        "from sglang.kernels.jit.utils.compile.cache import cache_root\n"
         "assert str(c['triton'].folder()) == triton.knobs.cache.dir, triton.knobs.cache.dir\n"
         "assert c['flashinfer'].folder() == f.FLASHINFER_CACHE_DIR, f.FLASHINFER_CACHE_DIR\n"
+        "assert c['sglang'].folder() == cache_root(), cache_root()\n"
         "assert t._get_build_directory('x', False).startswith(str(c['torch'].folder()) + '/')\n"
         "print(c['triton'].folder(), c['flashinfer'].folder())"
     )
-    names = ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+    names = ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
+             "FLASHINFER_WORKSPACE_BASE")  # fmt: skip
     plain = {name: value for name, value in os.environ.items() if name not in names}
     done = run([sys.executable, "-c", code], {**plain, "SGLANG_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
