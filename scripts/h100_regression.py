@@ -34,6 +34,7 @@ from scripts.servers.request import Options
 from scripts.servers.results import Results
 from scripts.servers.shapes import LAYOUTS
 from scripts.servers.steps import all_steps, choose
+from sgl_kvpool.commands.arguments import add_layouts
 
 HOPPER = [9, 0]
 
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
-    what.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="layouts to serve")
+    add_layouts(what, " to serve (all)")
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     run = made.add_argument_group("how")
@@ -94,7 +95,7 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
     taken = ("core", "quick", "thorough", "time_limit_scale")
     return Options(
         **{name: getattr(arguments, name) for name in taken},
-        layouts=tuple(name for name in LAYOUTS if name in arguments.layouts),
+        layouts=tuple(name for name in LAYOUTS if name in (arguments.layouts or LAYOUTS)),
         on_gpu=bool(machine.gpus) and arguments.device != "cpu",
         models=str(out / "models"),
     )

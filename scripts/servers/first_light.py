@@ -14,7 +14,7 @@ _COMPILES = f"{TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
 
 
 def first_light_steps(*, on_gpu: bool) -> list[Step]:
-    """All steps in order."""
+    """All steps in order; without a GPU those that can be rehearsed."""
     device = ("--device", "cuda" if on_gpu else "cpu")
 
     def tiles(heads: int, expected_s: float, limit_s: float) -> Step:
@@ -27,12 +27,12 @@ def first_light_steps(*, on_gpu: bool) -> list[Step]:
     def quick(name: str, what: str, limit_s: float, expected_s: float, *words: str) -> Step:
         return bench(f"{name}-quick", what, limit_s, expected_s, name, "--quick", *device, *words)
 
+    core = checks(
+        "core", "every kernel against its reference", 135, f"{TESTS}mla_decode_gpu.py",
+        f"{TESTS}codec_gpu.py", "--first", _COMPILES, "--then", f"{TESTS}transfer_gpu.py",
+    )  # fmt: skip
     return [
-        checks(
-            "core", "every kernel against its reference", 135, f"{TESTS}mla_decode_gpu.py",
-            f"{TESTS}codec_gpu.py", "--first", _COMPILES, "--then", f"{TESTS}transfer_gpu.py",
-        ),
-        tiles(16, 55, 75) if on_gpu else tiles(2, 60, 150),
+        *([core, tiles(16, 55, 75)] if on_gpu else [tiles(2, 60, 150)]),
         quick("attention", "mla_decode beside FlashMLA, if it is installed", 65, 50, "--minutes", "0.8"),
         *([tiles(8, 35, 45), tiles(32, 35, 45), tiles(64, 18, 25)] if on_gpu else []),
         quick("codec", "speed of the codec", 28, 18),

@@ -28,7 +28,7 @@ def naming(argument: str, path: object) -> Iterator[None]:
         raise ValueError(f"{argument} {shown(str(path))}: {reason}; name another") from None
 
 
-def add_layouts(parser: argparse.ArgumentParser, which: str) -> None:
+def add_layouts(parser: argparse._ActionsContainer, which: str) -> None:
     """Add --layouts, a list without repetition in the given order; `which` says which are meant."""
     parser.add_argument("--layouts", type=_layouts, metavar="NAME[,NAME...]", help=f"which layouts{which}")
 

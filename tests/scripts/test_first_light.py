@@ -41,6 +41,12 @@ def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     assert sum(step.expected_s for step in steps[:2]) < 3 * 60
 
 
+def test_a_rehearsal_on_the_cpu_uses_no_gpu():
+    steps = first_light_steps(on_gpu=False)
+    assert [step.name for step in steps] == ["tiles-2", "attention-quick", "codec-quick", "transfer-quick"]
+    assert not any("gpu" in step.needs or "cuda" in step.command for step in steps)
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

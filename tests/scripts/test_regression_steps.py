@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts.h100_regression import main
+from scripts.h100_regression import main, options_of, parser
 from scripts.kit.environment import OPTIONAL_MODULES, ROOT, Machine
 from scripts.kit.records import read_run
 from scripts.servers.first_light import first_light_steps
@@ -75,7 +75,10 @@ def test_each_server_is_asked_everything_and_compared():
     assert set(request(found["serve-v3-bf16"]).peers) == {"stock"}
 
 
-def test_layouts_bring_what_they_are_compared_with():
+def test_layouts_bring_what_they_are_compared_with(tmp_path):
+    options = options_of(parser().parse_args(["--layouts", "fp4,bf16"]), EVERYTHING, tmp_path)
+    assert options.layouts == ("bf16", "fp4")
+    assert options_of(parser().parse_args([]), EVERYTHING, tmp_path).layouts == LAYOUTS
     names = [n for n in steps(layouts=("fp4",)) if n.startswith("serve-v3-") and "_major" not in n]
     assert names == ["serve-v3-stock", "serve-v3-bf16", "serve-v3-fp4"]
     chosen = choose(list(steps().values()), ["serve-kimi-fp4-token_major"])
@@ -139,6 +142,7 @@ def test_gpu_tests_of_core_import_without_sglang():
     ("argv", "why"),
     [
         (["--device", "cuda"], "torch sees no GPU"),
+        (["--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
         (["--minutes", "0"], "not a positive number"),
         (["--with", "x"], "needs --compare"),
         (["--compare", "/no/such.jsonl"], "No such file"),
