@@ -72,7 +72,7 @@ def queries(
                 f"{name} has shape {tuple(part.shape)}, expected (tokens, heads, {width}) for {fmt.tag}; "
                 "reshape it, and pass q_rope only if q has the latent columns alone"
             )
-        if width > 1 and part.stride(2) != 1:
+        if width > 1 and part.numel() and part.stride(2) != 1:
             raise ValueError(
                 f"{name} has stride {part.stride(2)} between the values of a head, expected 1; pass "
                 ".contiguous()"

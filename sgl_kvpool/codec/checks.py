@@ -32,7 +32,7 @@ def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None
             f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}){of}; reshape it, "
             "or build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
         )
-    if columns > 1 and tensor.stride(1) != 1:
+    if columns > 1 and tensor.numel() and tensor.stride(1) != 1:
         raise ValueError(
             f"{name} has stride {tensor.stride(1)} between values of a row, expected 1 (rows "
             "may have any stride); pass .contiguous() or a view with another order of axes"

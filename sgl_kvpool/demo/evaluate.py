@@ -28,6 +28,7 @@ from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.measure import FILLER, Scores, find_passkeys, score
 from sgl_kvpool.demo.server import Server, dots, free_port, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import shown
 
 #: Server arguments that this command sets itself, or that its requests lack.
 _OURS = ("--model-path", "--model", "--port", "--kv-cache-layout", "--api-key")
@@ -283,8 +284,13 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     for word in arguments.server_arguments:
         if (name := word.partition("=")[0]) in _OURS:
             raise ValueError(f"{name} is set by this command; leave it out after --")
-    if arguments.windows < 2 or arguments.window_tokens < 128 or (arguments.hidden_tokens or 0) < 0:
-        raise ValueError("--windows is 2 at least, --window-tokens 128, and --hidden-tokens 0")
+    for flag, count, least in (
+        ("--windows", arguments.windows, 2),
+        ("--window-tokens", arguments.window_tokens, 128),
+        ("--hidden-tokens", arguments.hidden_tokens or 0, 0),
+    ):
+        if not least <= count < 1 << 31:
+            raise ValueError(f"{flag} {shown(count)} is not a number from {least} to {(1 << 31) - 1}")
     with naming("--model", arguments.model):
         if Path(arguments.model).is_file():
             raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")

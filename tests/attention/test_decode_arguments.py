@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from decode_cases import check, make_case
@@ -37,6 +38,13 @@ def call(**changes):
     }
     arguments |= {name: change(case) if callable(change) else change for name, change in changes.items()}
     return mla_decode(**arguments)
+
+
+def test_no_queries_of_numpy():
+    """Such arrays have strides of 0."""
+    none = torch.from_numpy(np.zeros((0, 3, 192), np.float32))
+    out, lse = call(q=none, kv_indices=lambda c: c.kv_indices[:0], kv_lens=lambda c: c.kv_lens[:0])
+    assert (out.shape, lse.shape) == ((0, 3, 128), (0, 3))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Statements about the encodings that hold for all values, beyond agreement with the oracle."""
 
+import numpy as np
 import pytest
 import torch
 from codec_oracle import (
@@ -132,6 +133,12 @@ def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     expected = encode(order_decides(), None, "fp4", 128, 0, fmt.row_bytes)
     assert_same_bytes(encode_rows(order_decides(), None, fmt), expected)
+
+
+def test_no_tokens_of_numpy():
+    """Such arrays have strides of 0."""
+    none = torch.from_numpy(np.zeros((0, 128), np.float32))
+    assert encode_rows(none, None, row_format("fp4", 128, 0)).shape == (0, 80)
 
 
 def test_rows_that_overlap_are_not_written():

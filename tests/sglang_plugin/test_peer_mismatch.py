@@ -250,20 +250,25 @@ def test_sizes_of_a_peer_decide_no_work(manager_of, bootstrap, slow_peer, counte
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("name", ["attn_tp_size", "dp_size"])
-def test_a_matching_peer_with_a_size_of_zero_fails_its_own_requests(
-    manager_of, bootstrap, slow_peer, counted, name
+@pytest.mark.parametrize(
+    "fields",
+    [{"attn_tp_size": 0}, {"dp_size": 0}, {"dsv41_spec_layout": [1]}, {"kv_layout": "\ud800"}],
+    ids=str,
+)
+def test_a_matching_peer_with_a_wrong_field_fails_its_own_requests(
+    manager_of, bootstrap, slow_peer, counted, fields
 ):
-    """SGLang divides by both numbers, in the scheduler's loop."""
+    """SGLang divides by the sizes and asks the layout for its keys, in the scheduler's loop."""
     prefill = manager_of("prefill", pool_of("fp4"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
-    address, _ = slow_peer(prefill, 0.0, **{name: 0})
+    address, _ = slow_peer(prefill, 0.0, **fields)
     request = decode.request(address, 71)
     decode.ensure(**{address: [request]})
     (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
     mismatch.notifier.join(5)
     assert decode.ensure(**{address: [request]}) == ({}, [])
     assert counted[0][0] == "peer_mismatch"
+    assert counted[0][1].isascii()
     assert address not in decode.queue.kv_manager.prefill_info_table
 
 

@@ -85,7 +85,7 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
     if view.pp_size > layers:
         raise ValueError(f"--pp-size {view.pp_size} is more than the {layers} layers; give {layers} at most")
     # SGLang does not refuse ranks of several groups of DP attention, which have other requests.
-    own = view.tp_size // view.attn_dp_size
+    own = view.tp_size // view.attn_dp_size // view.attn_cp_size
     for flag, count, ranks, what in (
         ("--nnodes", view.nnodes, view.tp_size * view.pp_size, "ranks"),
         ("--dcp-size", view.dcp_size, own, "attention ranks"),

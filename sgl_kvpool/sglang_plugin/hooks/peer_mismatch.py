@@ -169,7 +169,7 @@ def _try_ensure_parallel_info(original, self, bootstrap_addr):
     """
     try:
         known = original(self, bootstrap_addr)
-    except (ArithmeticError, AssertionError, RuntimeError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, RuntimeError) as error:
         strings = _STRINGS.findall(str(error))
         if len(strings) != 2 or not any(MARK in text for text in strings):
             text = _short(str(error))
@@ -215,8 +215,10 @@ def _listed(sizes: Mapping[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    """The beginning of a text that a peer may have chosen, as one line."""
-    return " ".join(text[:_MOST_CHARACTERS].split())
+    """The beginning of a text that a peer may have chosen, as one line that any encoding has."""
+    return " ".join(text[:_MOST_CHARACTERS].encode("ascii", "backslashreplace").decode().split()) or repr(
+        text
+    )
 
 
 def _described(text: str) -> str:
