@@ -223,6 +223,12 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"--kv-cache-layout {layout} was requested, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
         )
+    arrangement = requested_arrangement(self)
+    if pool.kv_cache_arrangement is not arrangement:
+        raise RuntimeError(
+            f"the requested arrangement is {arrangement}, but SGLang built a {pool.kv_cache_arrangement} "
+            "pool; leave out --kv-cache-arrangement, and report the server's arguments"
+        )
     disaggregation.POOLS.add(pool.row_pool)
     weights.follow_k_scales(pool, partial(_k_scales_of, self, layout))
     if not self.is_draft_worker:
@@ -237,7 +243,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         rows.layer_num,
         rows.size * rows.slots_per_row,
         rows.get_kv_size_bytes() / _GB,
-        pool.kv_cache_arrangement,
+        arrangement,
         " (auto)" if chosen else "",
         " (draft model)" if self.is_draft_worker else "",
     )
