@@ -109,6 +109,7 @@ def test_threads_split_long_and_short_lists(count, threads):
     check(attended(case), case, rounding=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitizers(sanitizer, tmp_path):
     """A program that drives the kernels with odd sizes, unaligned rows and threads."""
