@@ -10,7 +10,7 @@
 #ifdef __linux__
 #include <sched.h>
 
-// Of the OpenMP library that torch has loaded for the whole process; null where there is none, as in the sanitizers' driver.
+// Functions of the OpenMP library that torch has loaded. They are null without torch, as in the sanitizers' program.
 extern "C" {
 [[gnu::weak]] void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 [[gnu::weak]] int omp_get_max_threads();
@@ -35,7 +35,8 @@ inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most
 // Calls run(begin, end), which may not throw, for `threads` shares of [0, items) on at most as many threads, the calling
 // thread included: on those of torch, unless it has fewer. They spin for milliseconds after each operation of torch, and
 // other threads would wait for their cores. As in torch, a child that is forked after they have worked hangs, and a
-// process that is refused a thread of torch's ends. What torch's number is, has been asked in the calling thread.
+// process for which torch cannot start a thread ends. The calling thread has called torch.get_num_threads(), which sets its
+// number of OpenMP threads.
 template <typename Run>
 void share(int64_t items, int64_t threads, Run&& run) {
   threads = std::max<int64_t>(1, std::min(threads, items));

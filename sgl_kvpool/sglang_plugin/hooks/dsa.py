@@ -127,7 +127,8 @@ def _init_forward_metadata(original, self, forward_batch):
     """Where the keys of each token's request begin, with prefill context parallelism and RAGGED.
 
     Without prefixes a rank attends the gathered keys of all requests, but SGLang counts only those of the
-    requests that have tokens on this rank. A request with fewer tokens than ranks has none on some of them.
+    requests that have tokens on this rank. If a request has fewer tokens than there are ranks, some ranks
+    have none.
     """
     from sglang.srt.layers.attention.dsa.utils import can_dsa_prefill_cp_interleave
     from sglang.srt.layers.cp.base import get_cp_strategy

@@ -216,9 +216,8 @@ def _listed(sizes: Mapping[str, Any]) -> str:
 
 def _short(text: str) -> str:
     """The beginning of a text that a peer may have chosen, as one line that any encoding has."""
-    return " ".join(text[:_MOST_CHARACTERS].encode("ascii", "backslashreplace").decode().split()) or repr(
-        text
-    )
+    text = text[:_MOST_CHARACTERS]
+    return " ".join(text.encode("ascii", "backslashreplace").decode().split()) or repr(text)
 
 
 def _described(text: str) -> str:
