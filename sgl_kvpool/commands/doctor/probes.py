@@ -199,7 +199,7 @@ def _driver(finding: Finding) -> None:
             )
 
 
-_CPU_CODEC = "C++ encoder (torch's if there is no compiler), torch decoder"
+_CPU_CODEC = "C++ (torch if there is no compiler)"
 
 
 def used(device: str) -> Finding:
