@@ -26,27 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # sys.path is extended before the imports.
 from scripts.kit.environment import Machine, facts_of, find_machine
+from scripts.kit.outputs import positive
 from scripts.kit.records import Run, read_run
 from scripts.kit.runner import Step, in_words
 from scripts.servers.compare import compare
-from scripts.servers.first_light import MINUTES, first_light_steps
 from scripts.servers.request import Options
 from scripts.servers.results import Results
 from scripts.servers.shapes import LAYOUTS
-from scripts.servers.steps import all_steps, choose
-from sgl_kvpool.commands.arguments import add_layouts
+from scripts.servers.steps import FIRST_LIGHT_MINUTES, all_steps, choose, first_light_steps
+from sgl_kvpool.commands.arguments import add_layouts, naming
 
 HOPPER = [9, 0]
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     run = made.add_argument_group("how")
     run.add_argument("--out", type=Path, help="folder of results (DATE or first-light in regression-results)")
-    run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
+    run.add_argument("--minutes", type=positive, help="time limit of all steps together")
     run.add_argument(
-        "--time-limit-scale", type=_positive, default=1.0,
+        "--time-limit-scale", type=positive, default=1.0,
         help="factor of the time limits of steps and of server starts (1)",
     )  # fmt: skip
     other = made.add_argument_group("two runs")
@@ -121,11 +111,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     arguments = made.parse_args(argv)
     try:
-        old = read_run(arguments.compare) if arguments.compare is not None else None
+        with naming("--compare", arguments.compare):
+            old = read_run(arguments.compare) if arguments.compare is not None else None
         if arguments.beside is not None:
             if old is None:
                 made.error("--with NEW.jsonl needs --compare OLD.jsonl")
-            return compared(old, read_run(arguments.beside))
+            with naming("--with", arguments.beside):
+                new = read_run(arguments.beside)
+            return compared(old, new)
         name = "first-light" if arguments.first_light else datetime.now().strftime("%Y%m%d-%H%M%S")
         out = (arguments.out or Path("regression-results") / name).resolve()
         machine = find_machine()
@@ -145,9 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = facts_of(machine, list(sys.argv[1:] if argv is None else argv))
         if not arguments.first_light:
             facts["options"] = {name: getattr(options, name) for name in ("layouts", "core", "quick")}
-        results = Results(out, "first_light" if arguments.first_light else "report", facts, every)
-    except OSError as error:
-        made.error(f"{error.filename or 'a file'}: {error.strerror}")
+        with naming("--out", out):
+            results = Results(out, "first_light" if arguments.first_light else "report", facts, every)
     except (ValueError, RuntimeError) as error:
         made.error(str(error))
     status = execute(arguments, options, machine, steps, results)
@@ -169,7 +161,7 @@ def execute(
     """Start or continue a run; returns the exit status."""
     scale, facts = arguments.time_limit_scale, results.run_of.facts
     left = [step for step in steps if results.lacks(step.name)]
-    minutes = arguments.minutes or (MINUTES * scale if arguments.first_light else None)
+    minutes = arguments.minutes or (FIRST_LIGHT_MINUTES * scale if arguments.first_light else None)
     where = f"{facts['gpu_count']} x {facts['gpu']}" if options.on_gpu else f"CPU: {facts['cpu']}"
     say(f"{where}; results: {results.out}\n{in_all(left, machine)}\n")
     if not options.on_gpu:

@@ -188,7 +188,10 @@ def main() -> None:
     model = f"{smollm2.PACKAGE} {smollm2.version()}"
     facts = {"script": "scripts.accuracy.llm", "model": model, "window_tokens": WINDOW_TOKENS}
     facts |= {"schema": 2, "commit": commit(), "torch": torch.__version__}
-    report = Report(arguments.json, facts, arguments.goes_on)
+    try:
+        report = Report(arguments.json, facts, arguments.goes_on)
+    except ValueError as problem:
+        parser.error(str(problem))
     rows, reference = StoredRows(read_llama(folder, torch.float32)), None
     for name, form in cases().items():
         job = {"name": name, "windows": arguments.windows}

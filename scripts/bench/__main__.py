@@ -12,7 +12,7 @@ BENCHMARKS = {
     "codec": "scripts.bench.codec:Codec",
     "attention": "scripts.bench.attention.benchmark:Attention",
     "transfer": "scripts.bench.transfer:Transfers",
-    "tiles": "scripts.bench.tiles.benchmark:Tiles",
+    "tiles": "scripts.bench.tiles:Tiles",
     "tests": "scripts.bench.tests:PytestCases",
     "cpu_attention": "scripts.bench.cpu_attention:CpuAttention",
 }

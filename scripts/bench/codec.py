@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from scripts.bench.device import seconds
 from scripts.bench.measurements import what
 from scripts.bench.sweep import Benchmark, verdict
-from scripts.kit.timing import seconds
 from sgl_kvpool import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.codec import decode_rows, encode_rows, gather_rows, store_rows
 from sgl_kvpool.commands.doctor.probes import machine

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from scripts.bench.measurements import is_ours, what
-from scripts.kit.outputs import Report, commit, require_writable
+from scripts.kit.outputs import Report, commit, positive, require_writable
 from scripts.kit.workers import Jobs, Outcome, cuda_is_broken, run_jobs
 from sgl_kvpool import __version__
 
@@ -196,8 +196,8 @@ class _Run:
         """Run all cases in this process; returns why cases were left."""
         left = deque(self.plan(self.benchmark.start()))
         while left and time.monotonic() < self.end:
-            case, began = left.popleft(), time.monotonic()
-            outcome = Outcome(case, result_of(self.benchmark, case), "", time.monotonic() - began)
+            case = left.popleft()
+            outcome = Outcome(case, result_of(self.benchmark, case), "")
             left.extendleft(reversed(self.ended(outcome)))
         return ""
 
@@ -253,7 +253,7 @@ def _parser(kind: type[Benchmark], prog: str | None) -> argparse.ArgumentParser:
         "--only", type=_filter, action="append", default=[], metavar="NAME=VALUE,...",
         help="cases with one of these values in a field, as printed before the colon of each line",
     )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=kind.minutes, help="time limit (%(default)g)")
+    parser.add_argument("--minutes", type=positive, default=kind.minutes, help="time limit (%(default)g)")
     parser.add_argument("--json", type=Path, help="write the results to this file after each case")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from scripts.bench import transfer_gpu
+from scripts.bench.device import seconds
 from scripts.bench.measurements import what
 from scripts.bench.sweep import Benchmark, verdict
 from scripts.bench.transfer_gpu import LAYERS, PAGE_SIZE, caches
-from scripts.kit.timing import seconds
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.transfer.conversion import narrower_layouts

@@ -5,9 +5,9 @@ Needs Triton, and g++ for ptxrun, but no GPU. Each tile is compiled for sm_90a, 
 are counted in the machine code (`loop_costs.py`), and ptxrun runs its PTX over a few blocks to find bank
 conflicts. FlashMLA's kernels are counted in the installed wheel (`flashmla_costs.py`).
 
-`--json` writes a list of objects, one per layout, kernel and number of query heads. `--write` puts them into
-``tile_costs.json``, and the table made of them into
-``docs/attention.md``. `--try` counts a tile that is not in the table.
+Prints a list of objects, one per layout, kernel and number of query heads. `--write` puts them into
+``tile_costs.json``, and the table made of them into ``docs/attention.md``. `--try` counts a tile that is not
+in the table.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.figures import flashmla_costs, loop_costs, page_tables
-from scripts.kit.outputs import replace_file, require_writable
+from scripts.figures import flashmla_costs, loop_costs
+from scripts.kit.outputs import markdown, updated
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -173,12 +173,12 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
         for layout in (layout.value for layout in MLAKVCacheLayout)
         for kernel in dict.fromkeys(kernel for name, kernel, _ in cells if name == layout)
     ]
-    return page_tables.markdown(["layout", "kernel", *(f"{heads} heads" for heads in HEADS)], rows)
+    return markdown(["layout", "kernel", *(f"{heads} heads" for heads in HEADS)], rows)
 
 
 def page_of(costs: list[dict[str, Any]], text: str) -> str:
     """The page's text with the table made of these costs."""
-    return page_tables.updated(text, {"limits": lambda: limits_table(costs)})
+    return updated(text, {"limits": lambda: limits_table(costs)})
 
 
 def text_of(costs: list[dict[str, Any]]) -> str:
@@ -188,7 +188,6 @@ def text_of(costs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
     layouts = [layout.value for layout in MLAKVCacheLayout]
     parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="layouts (all)")
     parser.add_argument(
@@ -210,7 +209,6 @@ def main() -> None:
         parser.error("--write is for all counts: leave out --layouts, --heads and --try")
     if shutil.which("g++") is None:
         parser.error("g++ is missing; install it to compile the emulator that finds bank conflicts")
-    require_writable(parser, arguments.json)
     wanted = [MLAKVCacheLayout(name) for name in arguments.layouts]
     if arguments.tile:
         tile = TileConfig(*[*arguments.tile, arguments.kernel, arguments.late])
@@ -220,12 +218,10 @@ def main() -> None:
         costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
     else:
         costs = counted(wanted, arguments.heads)
-    if arguments.json:
-        replace_file(arguments.json, text_of(costs))
     if arguments.write:
         TILE_COSTS.write_text(text_of(costs))
         PAGE.write_text(page_of(costs, PAGE.read_text()))
-    elif not arguments.json:
+    else:
         print(text_of(costs), end="")
 
 

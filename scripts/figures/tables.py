@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.accuracy.forms import DISTRIBUTIONS, FORMS, LATENTS, latents, relative_error
-from scripts.figures.page_tables import markdown, updated
+from scripts.kit.outputs import markdown, updated
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 

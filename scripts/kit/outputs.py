@@ -1,26 +1,39 @@
-"""Output files of a program, and the commit of its results."""
+"""Arguments that several programs have, their output files, and the commit of their results."""
 
 import argparse
 import json
 import os
 import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from sgl_kvpool.commands.arguments import naming
 
 
-def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
-    """End the program, with usage and reason, if one of the files cannot be written; None is skipped."""
-    for path in paths:
-        if path is None:
-            continue
-        try:
+def positive(text: str) -> float:
+    """Type of an argument: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return value
+
+
+def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """End the program, with usage and reason, if the file of --json cannot be written; None is skipped."""
+    if path is None:
+        return
+    try:
+        with naming("--json", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
-        except OSError as error:
-            parser.error(f"{path} cannot be written ({error.strerror}); name a file that can")
+    except ValueError as error:
+        parser.error(str(error))
 
 
 @cache
@@ -42,12 +55,14 @@ class Report:
     `path`: A JSON file, replaced atomically at each write. None keeps the results in memory.
     `facts`: Fields of the file beside "results".
     `goes_on`: Whether to keep the results that the file has already.
-    ValueError: if these results have another schema, or are of another commit.
+    ValueError: if these results have another schema, or are of another commit, or there is no file.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], goes_on: bool = False) -> None:
         self.path, self.facts = path, facts
         self.rows: list[dict[str, Any]] = []
+        if goes_on and path is None:
+            raise ValueError("--continue keeps the results of a file; name it with --json")
         if goes_on and path is not None and path.exists() and path.stat().st_size:
             kept = json.loads(path.read_text("utf-8"))
             for name in ("schema", "commit"):
@@ -84,3 +99,22 @@ def replace_file(path: Path, text: str) -> None:
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text, "utf-8")
     beside.replace(path)
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a documentation page."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (titles, *rows)]
+    return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
+
+
+def updated(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """A page's text with all tables, each between two comments with its name, computed anew.
+
+    ValueError: if the page lacks a table.
+    """
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{table()}\n\n{end}{after}"
+    return text

@@ -52,13 +52,6 @@ def cuda_is_broken() -> bool:
     return False
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 class Jobs:
     """The worker's side. After construction, all printed text goes to standard error."""
 
@@ -94,7 +87,6 @@ class Outcome:
     job: Any
     value: Any
     failure: str
-    seconds: float
 
 
 class _Ended(Exception):
@@ -157,7 +149,9 @@ class _Worker:
         except subprocess.TimeoutExpired:  # it still runs, with its output closed
             self._kill()
             return "closed its output"
-        return f"ended with exit status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
+        if status >= 0:
+            return f"ended with exit status {status}"
+        return f"was killed by {signal.Signals(-status).name}"
 
 
 class _Crew:
@@ -213,7 +207,7 @@ class _Crew:
 
     def _run(self, worker: _Worker, job: Any) -> bool:
         """Run a job; returns whether the worker can be used again."""
-        began, usable, value, failure = time.monotonic(), False, None, ""
+        usable, value, failure = False, None, ""
         try:
             answer = worker.run(job, self._job_limit_s)
             usable, value = answer["usable"], answer["value"]
@@ -221,7 +215,7 @@ class _Crew:
             failure = str(error)
         with self._lock:
             assert self._left is not None
-            more = self._ended(Outcome(job, value, failure, time.monotonic() - began))
+            more = self._ended(Outcome(job, value, failure))
             self._left.extendleft(reversed(more or ()))
         return usable
 

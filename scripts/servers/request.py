@@ -62,8 +62,7 @@ class Request:
         return cls(**{**found, "load": Load(**found["load"])})
 
     def tokens(self, seed: int, count: int) -> list[int]:
-        first, last = self.load.vocabulary
-        return tokens(seed, count, (first, last))
+        return tokens(seed, count, self.load.vocabulary)
 
 
 @dataclass

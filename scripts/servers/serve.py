@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 
 from scripts.kit.records import Measurement, write_lines
@@ -24,11 +23,9 @@ from scripts.servers.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SP
 from scripts.servers.questions import throughput, wait_for_hits
 from scripts.servers.request import PARTS, Answers, Request
 from sgl_kvpool.demo.measure import Scores, compare_scores, score
-from sgl_kvpool.demo.server import Server, ServerFailed, free_port
+from sgl_kvpool.demo.server import FAILURES, Server, ServerFailed, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-#: Raised by an answer in another form than SGLang's.
-_OTHER_FORM = (LookupError, TypeError, ValueError)
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4
 
 
@@ -73,7 +70,7 @@ class Asked:
         began = time.monotonic()
         try:
             ask()
-        except (ServerFailed, OSError, HTTPException, *_OTHER_FORM) as error:
+        except FAILURES as error:
             traceback.print_exc()
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
         print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)

@@ -112,7 +112,7 @@ class Shape:
         return self.path.replace("{models}", str(models))
 
 
-def tokens(seed: int, count: int, vocabulary: tuple[int, int] = (3, 511)) -> list[int]:
+def tokens(seed: int, count: int, vocabulary: Sequence[int] = (3, 511)) -> list[int]:
     """Random tokens that depend only on the seed."""
     return random.Random(seed).choices(range(vocabulary[0], vocabulary[1] + 1), k=count)
 

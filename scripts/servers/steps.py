@@ -11,11 +11,17 @@ from scripts.servers.request import Options
 from scripts.servers.server_steps import server_steps
 from scripts.servers.shapes import LAYOUTS
 
+#: Time limit of first light in minutes; its steps' limits add up to less. A step that is ended then may take
+#: half a minute to stop.
+FIRST_LIGHT_MINUTES = 8.3
 #: Prefix of the files of GPU tests.
-TESTS = "tests/gpu/test_"
+_TESTS = "tests/gpu/test_"
 #: Runs all tests in one process, which keeps the fixtures of a module.
 _TOGETHER = ("--together",)
 _SGLANG = ("gpu", "sglang", "ml_dtypes")
+#: Test that compiles the transfer engines, for half a minute or more, while other tests run. Below
+#: CUDA 12.8 it is skipped without compiling them.
+_COMPILES = f"{_TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
 
 
 def checks(
@@ -54,9 +60,9 @@ def _core(options: Options) -> list[Step]:
     if on_gpu:
         expected = (30, 150, 90) if quick else (60, 750, 420)
         found = [
-            checks("codec", "rows against the reference, bit for bit", 900, TESTS + "codec_gpu.py"),
-            checks("mla_decode", "attention against float64", 900, TESTS + "mla_decode_gpu.py"),
-            checks("transfer", "engines: bytes", 1800, TESTS + "transfer_gpu.py"),
+            checks("codec", "rows against the reference, bit for bit", 900, _TESTS + "codec_gpu.py"),
+            checks("mla_decode", "attention against float64", 900, _TESTS + "mla_decode_gpu.py"),
+            checks("transfer", "engines: bytes", 1800, _TESTS + "transfer_gpu.py"),
         ]
     else:
         expected = (15, 45, 100)
@@ -86,17 +92,17 @@ def _with_sglang(options: Options) -> list[Step]:
     found = [
         # They reuse cases of CPU tests, which import hypothesis.
         checks(
-            "cuda_backend", "kvpool_mla below the server", 1800, *_TOGETHER, TESTS + "cuda_backend_gpu.py",
+            "cuda_backend", "kvpool_mla below the server", 1800, *_TOGETHER, _TESTS + "cuda_backend_gpu.py",
             needs=(*_SGLANG, "hypothesis"), expected_s=240,
         ),
         checks(
             "dsa_backend", "SGLang's DSA backend over every layout", 900, *_TOGETHER,
-            TESTS + "dsa_backend_gpu.py", needs=(*_SGLANG, "hypothesis"), expected_s=60,
+            _TESTS + "dsa_backend_gpu.py", needs=(*_SGLANG, "hypothesis"), expected_s=60,
         ),
     ]  # fmt: skip
     if options.thorough:
         what, needs = "graphs, MTP, mixed batches, narrower hosts", (*_SGLANG, "plugin", "transformers")
-        words = (*_TOGETHER, f"{TESTS}server_gpu.py")
+        words = (*_TOGETHER, f"{_TESTS}server_gpu.py")
         found.append(checks("server", what, 3 * 3600, *words, needs=needs, expected_s=3600))
     return found
 
@@ -107,6 +113,33 @@ def all_steps(machine: Machine, options: Options) -> list[Step]:
     if options.core:
         return found
     return [*found, *(_with_sglang(options) if options.on_gpu else ()), *server_steps(machine, options)]
+
+
+def first_light_steps(*, on_gpu: bool) -> list[Step]:
+    """Steps of first light in order of their value, without a GPU those that can be rehearsed."""
+    device = ("--device", "cuda" if on_gpu else "cpu")
+
+    def tiles(heads: int, expected_s: float, limit_s: float) -> Step:
+        # Triton's interpreter takes a second per block of rows.
+        less = () if on_gpu else ("--only", "layout=fp4")
+        words = ("tiles", "--continue", "--only", f"heads={heads}", *less, *device)
+        what = f"tiles and splits of mla_decode, {heads} heads"
+        return bench(f"tiles-{heads}", what, limit_s, expected_s, *words)
+
+    def quick(name: str, what: str, limit_s: float, expected_s: float, *words: str) -> Step:
+        return bench(f"{name}-quick", what, limit_s, expected_s, name, "--quick", *device, *words)
+
+    core = checks(
+        "core", "every kernel against its reference", 135, f"{_TESTS}mla_decode_gpu.py",
+        f"{_TESTS}codec_gpu.py", "--first", _COMPILES, "--then", f"{_TESTS}transfer_gpu.py",
+    )  # fmt: skip
+    return [
+        *([core, tiles(16, 55, 75)] if on_gpu else [tiles(2, 60, 150)]),
+        quick("attention", "mla_decode beside FlashMLA, if it is installed", 65, 50, "--minutes", "0.8"),
+        *([tiles(8, 35, 45), tiles(32, 35, 45), tiles(64, 18, 25)] if on_gpu else []),
+        quick("codec", "speed of the codec", 28, 18),
+        quick("transfer", "transfer engines beside a pinned copy", 60, 50),
+    ]  # fmt: skip
 
 
 def choose(steps: Sequence[Step], only: Sequence[str]) -> list[Step]:

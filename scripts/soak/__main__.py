@@ -13,7 +13,6 @@ number.
 
 import argparse
 import json
-import math
 import shlex
 import signal
 import sys
@@ -24,11 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts.kit.outputs import commit, replace_file, require_writable
+from scripts.kit.outputs import commit, positive, replace_file, require_writable
 from scripts.kit.runner import Interrupted, signals_interrupt
 from scripts.soak.leg import soak
 from scripts.soak.servers import LEGS, of_model
 from sgl_kvpool import __version__
+from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.sglang_plugin.options import environment_problems
@@ -37,20 +37,18 @@ SCHEMA = 3
 #: Exit status of a soak without violations whose checks mean nothing.
 MEANS_NOTHING = 3
 #: Names in `in_server.breakages`, which is not imported here because it imports torch.
-BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
+BREAKAGES = ("load-order", "host-leak")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with the servers as `legs`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="traffic over all servers, without starts and checks (5)"
-    )
+    parser.add_argument("--minutes", type=positive, default=5.0, help="traffic on all servers together (5)")
     names = [leg.name for leg in LEGS]
     parser.add_argument("--legs", nargs="+", choices=names, default=names, help="servers by name (all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random requests (0)")
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
-    parser.add_argument("--server-args", default="", help="more arguments of all servers, in one string")
+    parser.add_argument("--server-args", type=shlex.split, default="", help="more arguments of all servers")
     parser.add_argument(
         "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], metavar="DAMAGE",
         help=f"damage the servers on purpose, with {', '.join(BREAKAGES)} (none)",
@@ -58,16 +56,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--out", type=Path, help="keep logs in this folder")
     options = parser.parse_args(arguments)
-    if not 0 < options.minutes < math.inf:
-        parser.error(f"--minutes {options.minutes:g} is not above 0 and finite")
     if problems := environment_problems():
         parser.error("; ".join(problems))
     require_writable(parser, options.json)
     legs = [leg for leg in LEGS if leg.name in options.legs]
     try:
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-        options.server_args = shlex.split(options.server_args)
+            with naming("--out", options.out):
+                options.out.mkdir(parents=True, exist_ok=True)
         options.legs = legs if options.model is None else [of_model(leg, options.model) for leg in legs]
     except (OSError, ValueError) as error:
         parser.error(str(error))

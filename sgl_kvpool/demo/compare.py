@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
+from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.commands.doctor.probes import host, machine
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.forks import Forks
@@ -120,10 +121,9 @@ def compare(
     Returns exit status 1 if a server failed (results of earlier servers are still shown and written), if a
     hit in the host tier gave other tokens than a hit on the device, or if results could not be written.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name a folder with --out")
     windows = Windows(model, window_count)
-    folder.mkdir(parents=True, exist_ok=True)
+    with naming("--out", folder):
+        folder.mkdir(parents=True, exist_ok=True)
     row = model.row_format(MLAKVCacheLayout.BF16)
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "

@@ -26,7 +26,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 DEMO_MODELS = "sgl_kvpool.demo.models"
 
 #: What an answer in another form than SGLang's raises, and what a server that ends or hangs does.
-_FAILURES = (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError)
+FAILURES = (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError)
 #: Hides GPUs: SGLang chooses kernels by visible GPUs, not by its --device.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -144,7 +144,7 @@ def in_turn(
                 start_seconds = time.monotonic() - began
                 print(f" ready after {start_seconds:.0f} s, ", end="", flush=True)
                 result, text = ask(server, layout, start_seconds)
-        except _FAILURES as error:
+        except FAILURES as error:
             what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
             print(f" failed: {what}{error}\nthe server's log: {server.log}", flush=True)
             return found, True

@@ -2,7 +2,8 @@
 
 import pytest
 
-from scripts.figures import draw_rows, page_tables, tables
+from scripts.figures import draw_rows, tables
+from scripts.kit.outputs import updated
 
 TABLES = [(page, name) for page, found in tables.PAGES.items() for name in found]
 
@@ -16,7 +17,7 @@ def test_the_page_has_the_numbers(page, name):
     if name == "errors":
         pytest.importorskip("sglang")
     text, table = page.read_text(), {name: tables.PAGES[page][name]}
-    assert page_tables.updated(text, table) == text, "run python -m scripts.figures.tables"
+    assert updated(text, table) == text, "run python -m scripts.figures.tables"
 
 
 def test_every_layout_and_file_is_on_a_page():

@@ -52,7 +52,7 @@ def published() -> list[dict]:
 
 def table(answers: list[dict]) -> str:
     """Commands that start, per family and layout: as published and, if more, without the named arguments."""
-    from scripts.figures.page_tables import markdown
+    from scripts.kit.outputs import markdown
 
     model_of = {recipe["id"]: recipe["model"] for recipe in published()}
     columns = list(answers[0]["refused"])
@@ -132,7 +132,7 @@ def main() -> None:
             results.append({"id": recipe["id"], "refused": found})
             print(json.dumps(results[-1]), file=pipe, flush=True)
     if "--write" in sys.argv:
-        from scripts.figures.page_tables import updated
+        from scripts.kit.outputs import updated
 
         PAGE.write_text(updated(PAGE.read_text(), {"published": lambda: table(results)}))
 

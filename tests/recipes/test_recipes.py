@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import resolve_recipes as recipes
 
-from scripts.figures.page_tables import updated
+from scripts.kit.outputs import updated
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: SGLang's own reason against a published command on a Hopper GPU.

@@ -129,12 +129,11 @@ HEADS = sorted({tile.query_heads for _, tile in tiles_of_both_kernels()})
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory):
+def counted():
     """Counts of this tree, from one process. Machine code comes from the cache of `test_decode_compiled`."""
-    costs = tmp_path_factory.mktemp("facts") / "costs.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
-    program = [sys.executable, "-m", "scripts.figures.attention_facts", "--json", costs]
+    program = [sys.executable, "-m", "scripts.figures.attention_facts"]
     done = subprocess.run(
         [*program, "--layouts", *LAYOUTS, "--heads", *map(str, HEADS)],
         capture_output=True,
@@ -142,8 +141,7 @@ def counted(tmp_path_factory):
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(costs.read_text())
-    return [one for one in found if one["kernel"] not in flashmla_costs.NAMES]
+    return [one for one in json.loads(done.stdout) if one["kernel"] not in flashmla_costs.NAMES]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which compiles ptxrun")

@@ -9,11 +9,10 @@ import pytest
 from scripts.h100_regression import main, options_of, parser
 from scripts.kit.environment import OPTIONAL_MODULES, ROOT, Machine
 from scripts.kit.records import read_run
-from scripts.servers.first_light import first_light_steps
 from scripts.servers.limits import LIMITS
 from scripts.servers.request import PARTS, Request
 from scripts.servers.shapes import LAYOUTS, random_shapes
-from scripts.servers.steps import Options, all_steps, choose
+from scripts.servers.steps import Options, all_steps, choose, first_light_steps
 
 EVERYTHING = Machine(
     gpus=("NVIDIA H100 80GB HBM3",) * 2, modules=frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True
@@ -143,9 +142,10 @@ def test_gpu_tests_of_core_import_without_sglang():
     [
         (["--device", "cuda"], "torch sees no GPU"),
         (["--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
-        (["--minutes", "0"], "not a positive number"),
+        (["--minutes", "0"], "0 is not a finite number above 0"),
         (["--with", "x"], "needs --compare"),
-        (["--compare", "/no/such.jsonl"], "No such file"),
+        (["--compare", "/no/such.jsonl"], "--compare /no/such.jsonl: No such file"),
+        (["--compare", sys.executable], f"--compare {sys.executable}: 'utf-8' codec can't decode"),
     ],
 )
 def test_refusals(argv, why, capsys):

@@ -58,9 +58,10 @@ def test_nohup_keeps_it_from_a_hangup():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "nan"], "--minutes nan is not above 0"),
-        (["--server-args", "--x 'y"], "No closing quotation"),
-        (["--json", "/"], "/ cannot be written (Is a directory)"),
+        (["--minutes", "nan"], "argument --minutes: nan is not a finite number above 0"),
+        (["--server-args", "--x 'y"], 'argument --server-args: invalid split value: "--x \'y"'),
+        (["--json", "/"], "--json /: Is a directory; name another"),
+        (["--out", "/proc/x"], "--out /proc/x: No such file or directory; name another"),
         (["--model", "/no/such/model"], "does not exist"),
     ],
 )
@@ -76,7 +77,7 @@ def test_arguments_that_make_no_sense(arguments, message, capsys):
     [
         ({"violations": ["x"], "too_few": ["9 answers"]}, [], 1),
         ({"violations": [], "too_few": ["9 answers"]}, [], 3),
-        ({"violations": []}, ["--break", "load-byte"], 3),
+        ({"violations": []}, ["--break", "load-order"], 3),
         (ValueError("no text"), [], 1),
         (ServerFailed("no port"), [], 1),
     ],

@@ -1,1 +1,1 @@
-"""`bench attention`: `mla_decode` beside other kernels. `program` defines the arguments."""
+"""`bench attention`: `mla_decode` beside other kernels."""

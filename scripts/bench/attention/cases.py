@@ -16,7 +16,6 @@ DENSE_PEERS = ("sglang_triton", "flashinfer", "flashmla")
 SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8")
 #: The peer that dequantises the whole pool, then attends BF16 rows.
 WHOLE_POOL_PEER = "sglang_fp4"
-PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
 
 #: Layouts that are compared with SGLang's FP4 path.
 FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Encoding.E2M1)

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from scripts.soak.in_server import transfers
-from scripts.soak.in_server.rows import inward_equal, outward_equal, relative_error, rows_of
+from scripts.soak.in_server.transfers import inward_equal, outward_equal, relative_error, rows_of
 from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
 #: Largest relative error between two computations of a token's row; the error between rows of different

@@ -3,14 +3,15 @@
 import importlib.util
 import json
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.demo.cluster import servers
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, running
 from sgl_kvpool.demo.model import model_path
+from sgl_kvpool.demo.server import FAILURES
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Default layouts: each takes a minute and a half on two cores.
@@ -35,10 +36,9 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     Returns exit status 1 if a server failed, or an answer differs from that of one server.
     """
     model = model_path()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name a folder with --out")
     folder = folder / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    with naming("--out", folder):
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / _RESULTS).unlink(missing_ok=True)
     texts = servers.prompts(_PROMPTS)
     print(
@@ -56,8 +56,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
             for number, layout in enumerate(layouts, 1):
                 _say(f"[{number}/{len(layouts)}] {layout}: ")
                 results.append(_compare(layout, texts, store, folder))
-    except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
-        # The last three are raised by an answer in another form than SGLang's.
+    except FAILURES as error:
         what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
         _say(f"failed: {what}{error}\nthe logs: {folder}\n")
         status = 1

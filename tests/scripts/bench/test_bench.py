@@ -28,6 +28,8 @@ def status(argv):
     [
         (["transfer", "--device", "cuda"], "transfer: error: torch sees no GPU"),
         (["codec", "--only", "fp4"], "bench codec: error: argument --only: 'fp4' is not NAME"),
+        (["tiles", "--minutes", "nan"], "bench tiles: error: argument --minutes: nan is not a finite number"),
+        (["cpu_attention", "--continue"], "--continue keeps the results of a file; name it with --json"),
         (
             ["codec", "--only", "layout=fp5"],
             "no case passes --only; the fields of cases are layout, operation",
@@ -72,11 +74,11 @@ def test_a_run_and_its_continuation(tmp_path, capsys):
 def test_time_that_is_spent_and_results_that_are_wrong(tmp_path, monkeypatch, capsys):
     report = tmp_path / "results.json"
     argv = ["attention", *TINY, "--json", str(report)]
-    assert main([*argv, "--minutes", "0"]) == 1
+    assert main([*argv, "--minutes", "1e-9"]) == 1
     assert {row["status"] for row in json.loads(report.read_text())["results"]} == {"not run"}
     printed = capsys.readouterr().out
     assert "WRONG: nothing was measured\n" in printed
-    assert "2 of 2 measurements not run: the 0 minutes were spent\n" in printed
+    assert "2 of 2 measurements not run: the 1e-09 minutes were spent\n" in printed
     assert {one.metric: one.passed for one in measurements(tmp_path)}["measured results"] is False
     from scripts.bench.attention import measure
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from scripts.bench.attention.benchmark import add_ratios, targets
 from scripts.bench.attention.cases import GPU_GRID, Workload, cases
-from scripts.bench.attention.targets import add_ratios, targets
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 

@@ -7,11 +7,10 @@ from dataclasses import asdict
 
 import pytest
 
+from scripts.bench import tile_table, tiles
 from scripts.bench.__main__ import main
 from scripts.bench.attention.cases import Workload
-from scripts.bench.tiles import cases, tile_table
-from scripts.bench.tiles.benchmark import Tiles
-from scripts.bench.tiles.tile_table import choose, table_text
+from scripts.bench.tile_table import choose, table_text, tile_of
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, table
 from sgl_kvpool.layout import Encoding, SegmentEncoding
@@ -47,8 +46,8 @@ def chosen(rows, layout=FP4):
 
 @pytest.mark.parametrize("layout", MLAKVCacheLayout)
 def test_tiles_are_distinct_and_include_those_of_the_table(layout):
-    for heads in cases.HEADS:
-        found = cases.tiles(layout, heads)
+    for heads in tiles.HEADS:
+        found = tiles.tiles(layout, heads)
         assert len(set(found)) == len(found)
         query_heads = {t.query_heads for t in found}
         assert {t for name, t in table() if name is layout and t.query_heads in query_heads} <= set(found)
@@ -56,10 +55,10 @@ def test_tiles_are_distinct_and_include_those_of_the_table(layout):
 
 
 def test_jobs_are_measured_with_the_splits_of_the_rule():
-    jobs = [job for job in cases.jobs([16], 132) if job["layout"] == "fp4"]
+    jobs = [job for job in tiles.jobs([16], 132) if job["layout"] == "fp4"]
     assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs)
     for job in jobs:
-        own, work = cases.tile_of(job), Workload.of(job)
+        own, work = tile_of(job), Workload.of(job)
         assert job["splits"] == config_of_tile(own, 16, work.batch, work.rows_per_list, 132).splits
     # Jobs of a workload and layout are adjacent: they share their inputs.
     groups = [key for key, _ in itertools.groupby((j["kind"], j["batch"]) for j in jobs)]
@@ -68,8 +67,8 @@ def test_jobs_are_measured_with_the_splits_of_the_rule():
 
 def test_a_check_compiles_what_is_measured():
     """Triton compiles anew for sizes that are not multiples of 16, so checks use multiples of 16 too."""
-    for heads in cases.HEADS:
-        small, large = cases.checks([heads]), cases.jobs([heads], 132)
+    for heads in tiles.HEADS:
+        small, large = tiles.checks([heads]), tiles.jobs([heads], 132)
         assert {(j["layout"], str(j["tile"])) for j in small} == {
             (j["layout"], str(j["tile"])) for j in large
         }
@@ -89,7 +88,7 @@ def test_a_check_compiles_what_is_measured():
 )
 def test_other_splits_are_all_filled(shape, splits, rows, others):
     job = {**row(1, 16, tile(16, shape), splits=splits)["job"], "rows_per_list": rows}
-    assert [other["splits"] for other in cases.other_splits(job)] == others
+    assert [other["splits"] for other in tiles.other_splits(job)] == others
 
 
 # ------------------------------------------------------------------------------------------ which table
@@ -199,7 +198,7 @@ def test_the_text_is_the_table():
 
 def test_what_follows_from_a_row():
     """A wrong tile is left out; other splits follow for the fastest tile once all have been tried."""
-    bench = Tiles(Namespace(quick=False, device="cuda"))
+    bench = tiles.Tiles(Namespace(quick=False, device="cuda"))
     every = bench.cases({"sm_count": 132})
     group = [job for job in every if job["layout"] == "fp4" and job["heads"] == 16][:3]
     bench.planned = group

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.bench.attention.measure import best_us
-from scripts.bench.tiles.cases import tile_of
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, table
 from sgl_kvpool.layout import SegmentEncoding
@@ -35,6 +34,11 @@ class Choice:
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     wrong_in_table: list[str] = field(default_factory=list)
+
+
+def tile_of(job: dict[str, Any]) -> TileConfig:
+    """The tile of a job."""
+    return TileConfig(**job["tile"])
 
 
 def _where(job: dict[str, Any]) -> tuple:

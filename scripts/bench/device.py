@@ -1,22 +1,40 @@
-"""Clocks and memory of the device that attention is measured on."""
+"""Clocks and memory of the device that is measured."""
 
 import gc
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from scripts.kit.environment import driver_facts
-from scripts.kit.timing import seconds
 
 Call = Callable[[], torch.Tensor]
 
+#: Cycles that a GPU waits before its clock starts, some 0.5 ms. All launches of a call must be in the queue
+#: by then: Triton's launch alone takes tens of microseconds, and a later launch would be timed as waiting.
+_HEAD_START_CYCLES = 1_000_000
 #: Least number of bytes that all rotating sets of lists read together, as a multiple of the L2 cache.
 _L2_TIMES = 4
 _MAX_SETS = 512
 _SHORT_US = 1000.0
+
+
+def seconds(call: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of one call: on "cuda" between two events, without its launches; on "cpu" by the clock."""
+    if device == "cuda":
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) * 1e-3
+    before = time.perf_counter()
+    call()
+    return time.perf_counter() - before
 
 
 class CudaDevice:
@@ -24,8 +42,6 @@ class CudaDevice:
 
     `seconds_per_timing`: Time for the repetitions of one timing; at least `min_rounds` are made.
     """
-
-    kind = "cuda"
 
     def __init__(self, seconds_per_timing: float = 0.15, min_rounds: int = 11) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -95,8 +111,6 @@ class CudaDevice:
 
 class CpuDevice:
     """A machine without a GPU, for dry runs on tiny workloads. Its times say nothing about a GPU."""
-
-    kind = "cpu"
 
     def __init__(self, rounds: int = 3) -> None:
         self.device = torch.device("cpu")
