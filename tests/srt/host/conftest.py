@@ -5,7 +5,8 @@ import ctypes
 import gc
 
 import pytest
-from tree_model import KINDS, build, pool_of, publish_server, request_pool
+from model_kinds import KINDS, pool_of, publish_server, request_pool
+from tree_model import build
 
 
 @pytest.fixture(scope="session")

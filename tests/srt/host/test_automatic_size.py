@@ -1,7 +1,7 @@
 """SGLang's automatic ratio (`hicache_auto_size`): rows, index keys, states and drafts fit into its budget."""
 
 import pytest
-from tree_model import KINDS
+from model_kinds import KINDS
 
 FRACTION = 0.8  # the default of --hicache-host-memory-fraction
 SLACK = 0.05  # SGLang's

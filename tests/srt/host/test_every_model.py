@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from codec_oracle import LAYOUTS
 from host_tier import LABELS
+from model_kinds import KINDS
 from test_hybrid_stores import fetch, stored
-from tree_model import KINDS
 
 TREES = ["rust", "python"]
 

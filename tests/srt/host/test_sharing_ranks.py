@@ -3,19 +3,8 @@
 import pytest
 import rank_processes
 from codec_oracle import ROW_BYTES
-from sharing_ranks import (
-    CASES,
-    LONGER,
-    NARROW,
-    OTHER,
-    PAGE_SIZE,
-    PLACED,
-    RANKS,
-    SEEDS,
-    SHORT,
-    TOKENS,
-    WIDE,
-)  # fmt: skip
+from sharing_model import LONGER, OTHER, PAGE_SIZE, RANKS, SHORT, TOKENS
+from sharing_ranks import CASES, NARROW, PLACED, SEEDS, WIDE
 
 ALL = [len(SHORT), len(LONGER), len(OTHER)]
 

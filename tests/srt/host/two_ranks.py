@@ -8,9 +8,10 @@ vain ends after a minute.
 import pytest
 import rank_processes
 import torch.distributed as dist
+from model_kinds import KINDS, pool_of, publish_server, request_pool
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
-from tree_model import KINDS, build, pool_of, publish_server, request_pool
+from tree_model import build
 
 PAGE_SIZE, TOKENS = 4, 128
 SHORT, LONGER = prompt(8), prompt(16)

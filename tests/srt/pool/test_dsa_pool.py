@@ -4,21 +4,28 @@ SGLang's own kernels read rows of `bf16`, `fp8` and `fp8_block_scale`. Such rows
 SGLang's own pool, and with the output of SGLang's Triton kernels in the interpreter.
 """
 
+import itertools
+
 import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from pool_kinds import KINDS, SHARED, Pool
 from pools import (
     DSA_CASES,
     DSA_DTYPES,
     DSA_GEOMETRIES,
+    INDEX_BYTES,
     INDEX_PAGE_BYTES,
     LAYERS,
+    assert_holds,
+    copied,
     dsa_pool,
     dsa_row_bytes,
     index_pages,
     layer,
     values,
+    waits,
 )
 from pools import rows as pages_of_rows
 
@@ -191,3 +198,59 @@ def test_a_pool_of_no_whole_number_of_pages():
     pool = dsa_pool("fp4", size=100)
     assert [part.shape for part in pool.kv_buffer] == [(164, 1, 416)] * LAYERS
     assert [part.shape for part in index_pages(pool)] == [(2, INDEX_PAGE_BYTES)] * LAYERS
+
+
+# -------------------------------------------------------------------- index keys, with and without states
+
+every_sparse_pool = pytest.mark.parametrize(
+    ("kind", "layout"), list(itertools.product(["dsa", "hybrid-sparse"], LAYOUTS))
+)
+
+
+@every_sparse_pool
+def test_index_pages_and_host_pools_are_declared(kind, layout):
+    """As in SGLang's class: rows, whose host pool is ours, and index keys, whose host pool is SGLang's."""
+    pool = Pool(kind, layout).pool
+    inner = getattr(pool, "full_kv_pool", pool)
+    lengths = [0 if skipped else 3 for skipped in SHARED]
+    assert [part.shape for part in index_pages(pool)] == [(pages, INDEX_PAGE_BYTES) for pages in lengths]
+    pointers, sizes, page_sizes = inner.get_state_buf_infos()
+    assert pointers == [tensor.data_ptr() for tensor in inner.index_k_with_scale_buffer]
+    assert sizes == [pages * INDEX_PAGE_BYTES for pages in lengths]
+    assert page_sizes == [INDEX_PAGE_BYTES if pages else 0 for pages in lengths]
+    kv, indexer = pool.host_pool_decls()
+    assert (kv.pool_name.value, kv.is_primary, kv.device_pool) == ("kv", True, inner)
+    assert (indexer.pool_name.value, indexer.is_primary, indexer.device_pool) == ("indexer", False, inner)
+    assert indexer.storage_info.bytes_per_token_per_layer == INDEX_BYTES
+    assert indexer.owned_device_layers == (0, 2)
+    make, arguments = KINDS[kind]
+    (alone,) = make(layout, **{**arguments, "skip_topk_layers": [True] * 3}).host_pool_decls()
+    assert alone.pool_name.value == "kv"
+
+
+@every_sparse_pool
+def test_index_keys_are_written_and_read_as_sglang_does(kind, layout):
+    case = Pool(kind, layout)
+    pool, wanted, generator = case.pool, copied(case.pool), torch.Generator().manual_seed(7)
+    loc = torch.tensor([1, 64, 190])
+    waited = waits(pool)
+    for place in (0, 2):
+        layer_id, pages = case.layers[place], wanted["index", case.layers[place]]
+        keys = torch.randn(3, 128, generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.rand(3, 1, generator=generator)
+        pool.set_index_k_scale_buffer(layer_id, loc, keys, scales)
+        assert waited == []  # as in SGLang's pool: only readers wait
+        for number, slot in enumerate(loc.tolist()):
+            page, token = divmod(slot, 64)
+            pages[page, token * 128 : token * 128 + 128] = keys[number].view(torch.uint8).numpy()
+            pages[page, 8192 + token * 4 : 8192 + token * 4 + 4] = scales[number].numpy().view(np.uint8)
+        assert_holds(pool, wanted)
+        assert np.array_equal(pool.get_index_k_with_scale_buffer(layer_id).numpy(), pages)
+        # A request of 70 tokens on pages 2 and 1, gathered by SGLang's kernel.
+        length, table = torch.tensor([70], dtype=torch.int32), torch.tensor([[2, 1]], dtype=torch.int32)
+        keys, scales = pool.get_index_k_scale_buffer(layer_id, length, table, 70, 70)
+        request = pages[[2, 1]]
+        assert np.array_equal(keys.view(torch.uint8).numpy(), request[:, :8192].reshape(-1, 128)[:70])
+        assert np.array_equal(scales.view(torch.uint8).numpy(), request[:, 8192:].reshape(-1, 4)[:70])
+        assert waited == [case.waits_for(layer_id)] * 2
+        waited.clear()
