@@ -1,4 +1,4 @@
-"""Arguments that several programs have, their output files, and the commit of their results."""
+"""Arguments that several programs have, their output files and tables, and the commit of their results."""
 
 import argparse
 import json

@@ -13,6 +13,7 @@ from scripts import ROOT
 from scripts.kit.environment import Machine, on_path
 from scripts.kit.processes import Ended, run_command
 from scripts.kit.records import Measurement, StepRecord
+from scripts.kit.workers import signal_name
 
 
 class Interrupted(BaseException):
@@ -189,7 +190,7 @@ def _verdict(
     if ended.timed_out:
         return "timed out", "; ".join([f"ended at {cut}", *reasons])
     if ended.returncode < 0:
-        reasons.insert(0, f"killed by {signal.Signals(-ended.returncode).name}")
+        reasons.insert(0, f"killed by {signal_name(-ended.returncode)}")
     elif ended.returncode > 0 and not reasons:
         reasons.append(f"exit status {ended.returncode}: {last_line(log)}")
     elif ended.returncode == 0 and unreadable:

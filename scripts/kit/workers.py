@@ -52,6 +52,13 @@ def cuda_is_broken() -> bool:
     return False
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Jobs:
     """The worker's side. After construction, all printed text goes to standard error."""
 
@@ -149,9 +156,7 @@ class _Worker:
         except subprocess.TimeoutExpired:  # it still runs, with its output closed
             self._kill()
             return "closed its output"
-        if status >= 0:
-            return f"ended with exit status {status}"
-        return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 class _Crew:
