@@ -30,8 +30,8 @@ def test_layouts(capsys):
         (["demo", "--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
         (["demo", "--model", "bytes", "--windows", "0"], "--windows: 0 is not a whole"),
         # Before a server starts.
-        (["demo", "--model", "bytes", "--out", "{file}"], "file: File exists; name another"),
-        (["demo", "--model", "bytes", "--out", "/proc/x"], "--out /proc/x: No such file or directory"),
+        (["demo", "--model", "bytes", "--out", "{file}"], "file': File exists; name another"),
+        (["demo", "--model", "bytes", "--out", "/proc/x"], "--out '/proc/x': No such file or directory"),
     ],
 )  # fmt: skip
 def test_refusals(capsys, tmp_path, words, said):

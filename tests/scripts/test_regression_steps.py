@@ -144,8 +144,8 @@ def test_gpu_tests_of_core_import_without_sglang():
         (["--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
         (["--minutes", "0"], "0 is not a finite number above 0"),
         (["--with", "x"], "needs --compare"),
-        (["--compare", "/no/such.jsonl"], "--compare /no/such.jsonl: No such file"),
-        (["--compare", sys.executable], f"--compare {sys.executable}: 'utf-8' codec can't decode"),
+        (["--compare", "/no/such.jsonl"], "--compare '/no/such.jsonl': No such file"),
+        (["--compare", "/bin/sh"], "--compare '/bin/sh': 'utf-8' codec can't decode"),
     ],
 )
 def test_refusals(argv, why, capsys):

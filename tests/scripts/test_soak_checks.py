@@ -60,8 +60,8 @@ def test_nohup_keeps_it_from_a_hangup():
     [
         (["--minutes", "nan"], "argument --minutes: nan is not a finite number above 0"),
         (["--server-args", "--x 'y"], 'argument --server-args: invalid split value: "--x \'y"'),
-        (["--json", "/"], "--json /: Is a directory; name another"),
-        (["--out", "/proc/x"], "--out /proc/x: No such file or directory; name another"),
+        (["--json", "/"], "--json '/': Is a directory; name another"),
+        (["--out", "/proc/x"], "--out '/proc/x': No such file or directory; name another"),
         (["--model", "/no/such/model"], "does not exist"),
     ],
 )
