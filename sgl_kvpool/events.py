@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Event:
-    """A row of these tables: when it occurs and on which servers, the log's text, what the user can do.
+    """A row of these tables: the log's text, which ends with the consequence, and what the user can do."""
 
-    The message ends with the consequence.
-    """
-
-    where: str
     message: str
     remedy: str
 
@@ -70,81 +66,64 @@ METRICS = {
 #: Failures that the server survives, by kind.
 FAILURES = {
     "codec_build": Event(
-        "start, CPU",
         "the CPU codec could not be built; torch encodes and decodes rows, several times slower",
         "install g++",
     ),
     "attention_build": Event(
-        "start, CPU",
         "attention on CPUs could not be built; torch attends decoded rows, several times slower",
         "install g++",
     ),
     "engine_build": Event(
-        "start",
         "an engine could not be built; the torch engine is used",
         "look at the reason. `cannot find -lcudart` means that `nvcc` on the PATH is a wrapper outside its "
         "toolkit: set `CUDA_HOME`. With an explicit `--kv-host-engine` the server ends instead",
     ),
     "registration": Event(
-        "start, CUDA",
         "host memory could not be pinned; transfers use pageable memory",
-        "raise `ulimit -l`, or use a smaller tier. Chunks of 16, 4, 1 and 1/4 GiB were tried",
+        "raise `ulimit -l`, or use a smaller tier",
     ),
     "load_pages": Event(
-        "before a load",
         "a load from the host tier named bad pages; the tokens are computed again",
         "after `backup_lost`: nothing. Otherwise a bug: report it. With pipeline stages the server ends",
     ),
     "load_elsewhere": Event(
-        "before a load",
         "a load from the host tier is a miss on another rank; the tokens are computed again",
         "look at the other rank's log. With pipeline stages the server ends",
     ),
     "load": Event(
-        "in a load",
         "a load by the engine failed; the torch engine carried it out",
-        "look at the reason. If torch fails too, the server ends, because SGLang's tree already lists the "
-        "pages",
+        "look at the reason. If torch fails too, the server ends",
     ),
     "backup_pages": Event(
-        "before a backup, CPU",
         "a backup to the host tier named bad pages; the tokens are not backed up",
         "a bug: report it",
     ),
-    "backup": Event(
-        "in a backup", "a backup by the engine failed; the torch engine carried it out", "look at the reason"
-    ),
+    "backup": Event("a backup by the engine failed; the torch engine carried it out", "look at the reason"),
     "backup_lost": Event(
-        "in a backup",
         "a backup failed; the tokens are not backed up",
         "look at the reason. A prefix that contains a lost page is a miss until SGLang drops it from the "
         "host",
     ),
     "tier_disagreement": Event(
-        "any step, and each load",
         "ranks that share a host tier allocated different pages; the tier is no longer used",
         "restart the server, and report the operation that the log names. All pages are misses; answers stay "
         "right",
     ),
     "page_checksum": Event(
-        "store",
         "a stored page was not what was stored under its key; the tokens are computed again",
         "remove the page whose key the log names (`rm STORE/KEY_*` for `file`), which is a miss at every "
         "request until then; look for two models under one name",
     ),
     "page_read": Event(
-        "store",
         "a stored page could not be read; unless a retry succeeds, the tokens are computed again",
         "look at the store: the page is unreadable or too short, or was removed after SGLang had asked for "
         "it",
     ),
     "page_write": Event(
-        "store",
         "a page could not be stored",
         "after `backup_lost`: nothing. Otherwise usually a full disk or missing permission",
     ),
     "peer_mismatch": Event(
-        "decode server",
         "a prefill server has other rows than this decode server; its request failed",
         "start both with the same layout, page size, pipeline stages, release and checkpoint",
     ),
@@ -153,26 +132,22 @@ FAILURES = {
 #: Reasons why pages are not backed up, not stored or not found although nothing failed.
 UNCACHED: dict[str, Event] = {
     "tier_full": Event(
-        "backup",
         "the host tier has no room for a prompt; its pages are neither backed up nor stored",
         "give a larger `--hicache-ratio`, `--hicache-size` or `--hicache-host-memory-fraction`: a tier with "
         "fewer tokens than the pool is full of pages that are still on the device. Or give "
         "`--hicache-write-policy write_back`, which backs up what leaves the device",
     ),
     "prompt_too_long": Event(
-        "backup",
         "a prompt is longer than the host tier; its pages are neither backed up nor stored",
         "give a larger `--hicache-ratio`, `--hicache-size` or `--hicache-host-memory-fraction`, or a smaller "
         "`--chunked-prefill-size`: a prompt is backed up chunk by chunk",
     ),
     "store_slow": Event(
-        "store",
         "a store does not answer; until it does, its pages are misses and further pages are not stored",
         "look at the store (a dead mount, a FIFO among its files, a network). While a call hangs, "
         "`/flush_cache` ends the server and the store cannot be detached: restart the server",
     ),
     "weights": Event(
-        "store",
         "weights may have changed, and the caches were not flushed since; pages are not stored",
         "call `/flush_cache` until it returns 200; requests of the old weights have to end first",
     ),

@@ -1,7 +1,7 @@
 """`sgl-kvpool reference`: tables of what the code defines, as Markdown; docs/reference.md is its output."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sgl_kvpool import env
 from sgl_kvpool.attention import readers, topk_transform
@@ -16,9 +16,11 @@ from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.attention import UNSHOWN_ALGORITHMS
 
 _Rows = Iterator[Iterable[object]]
+#: Scope, name and text of each entry of a list.
+_Entries = Iterator[tuple[str, str, str]]
 
 #: Geometries in the table of layouts: latent values, rotary values, whether the pool is one of DSA.
-_GEOMETRIES = ((512, 64, False), (512, 0, False), (512, 64, True), (512, 0, True), (256, 0, True))
+_GEOMETRIES = ((512, 64, False), (512, 0, False), (256, 0, True))
 
 
 def _code(*words: object) -> str:
@@ -67,31 +69,26 @@ def _uncached() -> _Rows:
 
 
 def _events(key: str, events: dict[str, Event]) -> _Rows:
-    yield key, "where", "message", "what to do"
+    yield key, "message", "what to do"
     for kind, event in events.items():
-        yield _code(kind), event.where, event.message, event.remedy
+        yield _code(kind), event.message, event.remedy
 
 
-def _features() -> _Rows:
+def _features() -> _Entries:
     """Refused features: a server with these arguments does not start."""
-    yield "argument", "refused", "why"
-    found: dict[tuple[str, str], list[str]] = {}
     for group, scope in (
-        (features.LAYOUT_FEATURES, "with every layout"),
-        (features.ARRANGEMENT_FEATURES, "with `token_major`, `page_major`"),
-        (features.BACKEND_FEATURES, f"with `{KVPOOL_BACKEND}`"),
-        (features.DRAFT_FEATURES, f"speculative decoding with `{KVPOOL_BACKEND}`"),
-        (features.DCP_FEATURES, "with `--dcp-size` above 1"),
-        (features.READER_FEATURES, "sparse attention with `fp4`, `fp4_fp8_rope`"),
+        (features.LAYOUT_FEATURES, "every layout"),
+        (features.ARRANGEMENT_FEATURES, "`token_major`, `page_major`"),
+        (features.BACKEND_FEATURES, f"`{KVPOOL_BACKEND}`"),
+        (features.DRAFT_FEATURES, f"`{KVPOOL_BACKEND}` and speculative decoding"),
+        (features.DCP_FEATURES, "`--dcp-size` above 1"),
+        (features.READER_FEATURES, "`fp4`, `fp4_fp8_rope` and sparse attention"),
     ):
         for one in group:
             devices = f" on {', '.join(one.devices)}" if one.devices else ""
-            flags = found.setdefault((scope + devices, one.reason), [])
-            flags.append(f"{_code(one.flag)} {one.values}".strip())
+            yield f"With {scope}{devices}", f"{_code(one.flag)} {one.values}".strip(), one.reason
     for name, reason in UNSHOWN_ALGORITHMS.items():
-        flags = found.setdefault((f"with `{KVPOOL_BACKEND}`", reason), [])
-        flags.append(_code(f"--speculative-algorithm {name}"))
-    yield from ((", ".join(flags), *rest) for rest, flags in found.items())
+        yield f"With `{KVPOOL_BACKEND}`", _code(f"--speculative-algorithm {name}"), reason
 
 
 def _backends() -> _Rows:
@@ -139,25 +136,40 @@ def _form(layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str) -> str
         return "refused"
 
 
-def _hooks() -> _Rows:
-    """Hooks: functions of SGLang that the plugin changes; their docstrings say more."""
-    yield "group", "function", "change"
+def _hooks() -> _Entries:
+    """Hooks: functions of SGLang that the plugin changes, by hook group; their docstrings say more."""
     for group in GROUPS:
         for target, hook in sorted(group.declared.hooks.items()):
             change, _, _ = " ".join((hook.__doc__ or "").split()).partition(". ")
-            yield group.name, _code(".".join(target.split(".")[-2:])), change.removesuffix(".")
+            yield group.name.capitalize(), _code(".".join(target.split(".")[-2:])), change.removesuffix(".")
+
+
+def _table(rows: _Rows) -> str:
+    head, *rest = ([str(cell) for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
+
+
+def _lists(entries: _Entries) -> str:
+    """A list for each scope; names with the same text share an entry."""
+    scopes: dict[str, dict[str, list[str]]] = {}
+    for scope, name, text in entries:
+        scopes.setdefault(scope, {}).setdefault(text, []).append(name)
+    return "\n\n".join(
+        "\n".join((f"**{scope}**\n", *(f"* {', '.join(names)}: {text}" for text, names in texts.items())))
+        for scope, texts in scopes.items()
+    )
+
+
+def _section(function: Callable[[], _Rows | _Entries], found: str) -> list[str]:
+    title, _, text = inspect.cleandoc(function.__doc__ or "").partition(": ")
+    return [f"## {title}", text[0].upper() + text[1:], found]
 
 
 def page() -> str:
-    """The whole page: of each table the title and the text, which its function's docstring has, and rows."""
+    """The whole page: tables and lists, each below the title and the text of its function's docstring."""
     parts = ["# Reference", "`sgl-kvpool reference` prints this page."]
-    tables = (
-        *(_layouts, _arguments, _variables, _metrics, _failures, _uncached),
-        *(_features, _backends, _sparse, _hooks),
-    )
-    for rows in tables:
-        title, _, text = inspect.cleandoc(rows.__doc__ or "").partition(": ")
-        head, *rest = ([str(cell) for cell in row] for row in rows())
-        lines = (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
-        parts += [f"## {title}", text[0].upper() + text[1:], "\n".join(lines)]
+    for rows in (_layouts, _arguments, _variables, _metrics, _failures, _uncached, _backends, _sparse):
+        parts += _section(rows, _table(rows()))
+    for entries in (_features, _hooks):
+        parts += _section(entries, _lists(entries()))
     return "\n\n".join(parts)

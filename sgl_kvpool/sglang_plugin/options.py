@@ -116,15 +116,14 @@ ARRANGEMENT = Option(
     "kv_cache_arrangement",
     tuple(arrangement.value for arrangement in KVArrangement.of_rows()),
     "How the pages of all layers lie in memory, with --kv-cache-layout. layer_major is SGLang's way; in the "
-    f"others a page is contiguous over all layers. '{AUTO}' (as without the argument) takes an arrangement "
-    "that every reader in this server supports.",
+    f"others a page is contiguous over all layers. '{AUTO}' (as without the argument) is layer_major.",
 )
 HOST_LAYOUT = Option(
     "kv_host_layout",
     HOST_LAYOUTS[1:],
     "The bytes of a row in the host tier (--enable-hierarchical-cache with --kv-cache-layout): narrower than "
-    "the device's, so that the same memory holds more tokens. Rows are encoded on their way out and decoded "
-    f"on their way back. '{SAME}' (as without the argument) keeps every bit.",
+    f"the device's, so that the same memory holds more tokens. '{SAME}' (as without the argument) keeps "
+    "every bit.",
     default=SAME,
 )
 HOST_ENGINE = Option(

@@ -16,11 +16,16 @@ from sgl_kvpool.sglang_plugin.rules import features
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
 
 
-def first_cells(title):
-    """Names in the first cells of a section's table."""
+def entries(title):
+    """Names and text of each entry of a section's table or lists; of a table the text is its other cells."""
     section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    found = re.findall(r"^[|*] (`.+?)(?: \| |: )(.+)$", section, re.MULTILINE)
+    return [(re.findall(r"`([^`]+)`", names), text) for names, text in found]
+
+
+def first_cells(title):
+    """All names of a section's entries."""
+    return [name for names, _ in entries(title) for name in names]
 
 
 def test_the_page_is_what_the_command_prints(capsys):
@@ -46,8 +51,6 @@ def test_tables_are_whole():
 
 
 def test_every_hook_is_described():
-    section = PAGE.read_text().split("\n## Hooks\n")[1]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
     hooks = [".".join(target.split(".")[-2:]) for group in GROUPS for target in group.declared.hooks]
-    assert sorted(row[1].strip("`") for row in rows) == sorted(hooks)
-    assert all(len(row) == 3 and len(row[2].split()) > 4 for row in rows)
+    assert sorted(first_cells("Hooks")) == sorted(hooks)
+    assert all(len(text.split()) > 4 for _, text in entries("Hooks"))

@@ -78,32 +78,31 @@ def _is_given(value: Any) -> bool:
     return value is not None
 
 
-_LINKER = "its keys do not name the layout, so that rows of another layout would be read back as these"
+_OWN_POOL = "it allocates a pool of its own"
+_OWN_ROWS = "it computes the bytes of a row by itself"
+_LINKER = "its keys do not name the layout"
+_RETRACTED = "SGLang's host pool for retracted requests supports multi-head pools only"
 
 #: Features that build another pool, read rows without knowing the layout, or start schedulers without it.
 LAYOUT_FEATURES = (
-    Feature("enable_unified_memory", "it allocates a pool of its own"),
-    Feature("enable_hisparse", "it allocates a pool of its own"),
+    Feature("enable_unified_memory", _OWN_POOL),
+    Feature("enable_hisparse", _OWN_POOL),
     Feature("enable_kv_cache_sharding", "it shards stock MLA rows"),
-    Feature("enable_dsa_cache_layer_split", "it allocates a pool of its own"),
-    Feature("enable_page_major_kv_layout", "it allocates a pool of its own"),
+    Feature("enable_dsa_cache_layer_split", _OWN_POOL),
+    Feature("enable_page_major_kv_layout", _OWN_POOL),
     Feature("enable_unified_cache_external_linker", _LINKER),
     Feature("enable_linker_mla_dedup", _LINKER),
-    Feature("enable_lmcache", "it computes the bytes of a row by itself"),
-    Feature("enable_flexkv", "it computes the bytes of a row by itself"),
-    Feature("radix_cache_backend", "a cache backend computes the bytes of a row by itself", in_use=_is_given),
+    Feature("enable_lmcache", _OWN_ROWS),
+    Feature("enable_flexkv", _OWN_ROWS),
+    Feature("radix_cache_backend", _OWN_ROWS, in_use=_is_given),
     Feature("use_ray", "Ray actors do not load SGLang plugins"),
     Feature(
         "disaggregation_decode_host_receive_threshold",
-        "SGLang receives into its host pool for retracted requests, which supports multi-head pools only",
+        _RETRACTED,
         in_use=lambda threshold: threshold < 1,
         values="below 1",
     ),
-    one_value(
-        "disaggregation_decode_retraction_backup",
-        "host_pool",
-        "SGLang's host_pool supports multi-head pools only, and retracted MLA rows are kept in cpu_tensor",
-    ),
+    one_value("disaggregation_decode_retraction_backup", "host_pool", _RETRACTED),
 )
 
 #: Features refused with arrangements in which rows of other layers lie between those of one.
@@ -136,7 +135,7 @@ BACKEND_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced by torch.compile", devices=("cuda",)),
     Feature(
         "cuda_graph_config",
-        "a graph of a whole prefill keeps the lengths of its capture; use breakable, which is the default",
+        "a graph of a whole prefill keeps the lengths of its capture; use breakable, the default",
         flag="--cuda-graph-backend-prefill full",
         in_use=_captures_whole_prefill,
         devices=("cuda",),
@@ -152,6 +151,8 @@ DRAFT_FEATURES = (
     Feature("speculative_draft_window_size", "its draft backends attend whole sequences", in_use=_is_given),
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
+
+_NOT_TOGETHER = "the two have not been tested together"
 
 #: Features that do not work with a layout and decode context parallelism.
 DCP_FEATURES = (
@@ -171,9 +172,9 @@ DCP_FEATURES = (
         "disaggregation_decode_enable_offload_kvcache",
         "SGLang makes its pages of the tokens of one rank, and a page of the pool has those of all",
     ),
-    above_one("attn_dp_size", "batches that are padded for other ranks have not been tested"),
-    above_one("pp_size", "stages of several ranks have not been tested"),
-    Feature("enable_two_batch_overlap", "halves of a batch on several ranks have not been tested"),
+    above_one("attn_dp_size", _NOT_TOGETHER),
+    above_one("pp_size", _NOT_TOGETHER),
+    Feature("enable_two_batch_overlap", _NOT_TOGETHER),
 )
 
 #: Features that do not work with our readers of rows for sparse attention.
