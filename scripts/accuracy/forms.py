@@ -44,7 +44,6 @@ DISTRIBUTIONS = {
     "N(0, 0.003)": _normal(0.003),
     "N(0, 0.02)": _normal(0.02),
     "N(0, 1)": _normal(1.0),
-    "N(0, 10)": _normal(10.0),
     "Student's t, 3 degrees": _student,
     "log-normal channels": _log_normal_channels,
     f"{OUTLIERS} channels x{OUTLIER_FACTOR:.0f}": _outlier_channels,
