@@ -191,18 +191,16 @@ def partial_results(
 
 
 def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) -> None:
+    # Few operations of torch: with cold caches each takes 20 to 80 us, of 3 ms for 65,536 rows and one head.
     p, each = params, params.queries_per_list
     limits = p.kv_lens.long().clamp(0, p.kv_indices.shape[1])
-    chosen = torch.arange(p.lists, device="cpu") if p.list_index is None else p.list_index.long()
-    longest = limits.view(p.lists, each).amax(1)
-    absent = (longest > 0) & ((chosen < 0) | (chosen >= len(p.kv_indices)))
-    if absent.any():
-        group = int(absent.nonzero()[0])
-        raise IndexError(
-            f"list_index[{group}] is {chosen[group]}, kv_indices has {len(p.kv_indices)} lists; pass another"
-        )
-    tokens = torch.arange(0, len(p.q), each, device="cpu")
-    lists = torch.stack([chosen * p.kv_indices.stride(0), tokens, torch.full_like(tokens, each)], dim=1)
+    count, stride = len(p.kv_indices), p.kv_indices.stride(0)
+    chosen = range(p.lists) if p.list_index is None else p.list_index.tolist()
+    for group, number in enumerate(chosen):
+        if not 0 <= number < count and limits[group * each : (group + 1) * each].any():
+            raise IndexError(f"list_index[{group}] is {number}, kv_indices has {count} lists; pass another")
+    of_groups = [(number * stride, group * each, each) for group, number in enumerate(chosen)]
+    lists = torch.tensor(of_groups, dtype=torch.int64, device="cpu").view(-1, 3)
     cpu.attend_lists(
         p.out, p.lse, p.q, p.q_rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page,
         batch_invariant=batch_invariant,

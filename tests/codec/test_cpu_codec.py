@@ -57,25 +57,40 @@ def test_values_at_any_stride(name, tokens):
         assert_same_bytes(encode_rows(nope, keys, fmt), by_reference(nope, keys, fmt))
 
 
-def test_threads_of_a_bound_thread():
-    """SGLang binds a CPU server's threads to cores; threads that a bound thread starts inherit its cores."""
+def tasks():
+    return {int(task) for task in os.listdir("/proc/self/task")}
+
+
+several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+
+
+@several_cores
+def test_threads_of_a_bound_thread(threads):
+    """SGLang's CPU backend binds each of torch's threads, the calling one too; others inherit its core."""
     layout = compiled.row_layout(row_format("fp4", 512, 64))
-    cores = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        assert compiled.module().encoding_threads(layout, 100_000, 64) == 1
-    finally:
-        os.sched_setaffinity(0, cores)
+    first, second, *_ = os.sched_getaffinity(0)
+
+    def counts(binds_each):  # in a thread for which none has worked yet
+        os.sched_setaffinity(0, {first, second} if binds_each else {first})
+        threads(2)
+        before = tasks()
+        torch.ones(1 << 20).exp()
+        if binds_each:
+            [other] = tasks() - before
+            os.sched_setaffinity(0, {first})
+            os.sched_setaffinity(other, {second})
+        return [compiled.module().encoding_threads(layout, 100_000, most) for most in (2, 64)]
+
+    for binds_each, expected in ((True, [2, 1]), (False, [1, 1])):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(counts, binds_each).result() == expected
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@several_cores
 def test_torchs_threads_do_the_work(threads):
     """Others would wait for a core: torch's threads spin for milliseconds after each operation."""
     fmt = row_format("fp4", 512, 64)
     nope, keys, ones = hard_rows(4000, 512, 1), hard_rows(4000, 64, 2), torch.ones(1 << 20)
-
-    def tasks():
-        return set(os.listdir("/proc/self/task"))
 
     def started():  # in a thread for which none has worked yet
         threads(3)

@@ -68,7 +68,8 @@ struct Item {
   int64_t first;
   int count;
   int64_t begin, end;
-  int64_t partial;  // number of its first query's partial result; -1 if it has all rows
+  size_t first_part = 0, parts = 1;  // items of the same queries
+  int64_t partial = 0;               // number of its first query's partial result, if there are several parts
 };
 
 // Softmax sums of some queries: weighted latents, relative to `largest`, and the sum of weights.
@@ -266,7 +267,8 @@ inline void write_result(const Attention& call, int64_t token, int64_t head, con
   store(call.lse.at(token, head), largest + std::log(weights));
 }
 
-// Divides lists into items of at most kMostQueries queries and, if threads would be idle otherwise, runs of entries.
+// Divides lists into items of at most kMostQueries queries and, for several threads, runs of entries, each a share of the
+// work that is left: the last ones are short, and a thread that others slow down takes fewer.
 inline std::vector<Item> items_of(const Attention& call, int64_t threads) {
   std::vector<Item> items;
   int64_t work = 0;
@@ -278,27 +280,51 @@ inline std::vector<Item> items_of(const Attention& call, int64_t threads) {
       int64_t most = 0;
       for (int64_t t = first / call.heads; t <= (first + count - 1) / call.heads; ++t)
         most = std::max(most, call.limits[list.first_token + t]);
-      items.push_back({&list, first, count, 0, most, -1});
+      items.push_back({&list, first, count, 0, most});
       work += most * (count + kGroup);
     }
   }
   if (threads == 1 || call.whole_lists) return items;
   std::vector<Item> parts;
   int64_t partials = 0;
-  const int64_t share = std::max<int64_t>(work / (4 * threads), 1);
-  for (const Item& item : items) {
-    const int64_t entries = item.end - item.begin;
-    const int64_t splits = std::clamp<int64_t>(entries * (item.count + kGroup) / share, 1,
-                                               std::max<int64_t>(entries / (4 * kTileRows), 1));
-    for (int64_t split = 0; split < splits; ++split) {
-      Item part = item;
-      part.begin = item.begin + entries * split / splits;
-      part.end = item.begin + entries * (split + 1) / splits;
-      if (splits > 1) part.partial = partials, partials += item.count;
-      parts.push_back(part);
+  for (Item item : items) {
+    const int64_t end = item.end, least = 4 * kTileRows;
+    item.first_part = parts.size();
+    do {
+      const int64_t entries = std::max(work / (2 * threads * (item.count + kGroup)), least);
+      item.end = end - item.begin < entries + least ? end : item.begin + entries;
+      work -= (item.end - item.begin) * (item.count + kGroup);
+      parts.push_back(item);
+      item.begin = item.end;
+    } while (item.end < end);
+    const size_t count = parts.size() - item.first_part;
+    for (size_t part = item.first_part; part < parts.size(); ++part) {
+      parts[part].parts = count;
+      parts[part].partial = partials;
+      partials += count > 1 ? item.count : 0;
     }
   }
   return parts;
+}
+
+// Merges the partial results of queries, `parts` of them from `first` on, and writes their results.
+inline void merge(const Attention& call, const Item* first, float* partial) {
+  const int64_t rank = call.layout->latent_values, stride = rank + 2;
+  for (int i = 0; i < first->count; ++i) {
+    const auto result = [&](size_t part) { return partial + (first[part].partial + i) * stride; };
+    float largest = kNone, weights = 0.0f;
+    for (size_t part = 0; part < first->parts; ++part) largest = std::max(largest, result(part)[rank]);
+    const float shift = largest == kNone ? 0.0f : largest;
+    float* merged = result(0);
+    for (size_t part = 0; part < first->parts; ++part) {
+      const float* values = result(part);
+      const float factor = std::exp(values[rank] - shift);
+      weights += values[rank + 1] * factor;
+      for (int64_t v = 0; v < rank; ++v) merged[v] = (part == 0 ? 0.0f : merged[v]) + values[v] * factor;
+    }
+    const int64_t token = first->list->first_token + (first->first + i) / call.heads;
+    write_result(call, token, (first->first + i) % call.heads, merged, largest, weights);
+  }
 }
 
 inline void attend(const Attention& call, int64_t most_threads) {
@@ -312,9 +338,9 @@ inline void attend(const Attention& call, int64_t most_threads) {
   // Some 4 million products take a core 100 us, five times the time to start a thread.
   const int64_t threads = threads_for(work, 4'000'000, most_threads);
   const std::vector<Item> items = items_of(call, threads);
-  int64_t partials = 0;
-  for (const Item& item : items) partials += item.partial < 0 ? 0 : item.count;
+  const int64_t partials = items.empty() ? 0 : items.back().partial + items.back().count;
   auto partial = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(partials * (rank + 2)));
+  std::vector<std::atomic<size_t>> ended(items.size());  // parts, at the first of each item
   std::vector<Scratch> scratch;
   scratch.reserve(static_cast<size_t>(threads));
   for (int64_t i = 0; i < threads; ++i) scratch.emplace_back(layout);
@@ -334,7 +360,7 @@ inline void attend(const Attention& call, int64_t most_threads) {
         });
         for (int i = 0; i < item.count; ++i) {
           const float* values = own.sums.values + i * rank;
-          if (item.partial < 0) {
+          if (item.parts == 1) {
             const int64_t token = item.list->first_token + (item.first + i) / call.heads;
             write_result(call, token, (item.first + i) % call.heads, values, own.sums.largest[i], own.sums.weights[i]);
           } else {
@@ -344,33 +370,11 @@ inline void attend(const Attention& call, int64_t most_threads) {
             to[rank + 1] = own.sums.weights[i];
           }
         }
+        if (item.parts > 1 && ++ended[item.first_part] == item.parts)
+          merge(call, &items[item.first_part], partial.get());
       }
     }
   });
-
-  // Merges the parts of an item, which follow one another.
-  for (size_t first = 0; first < items.size();) {
-    const Item& item = items[first];
-    size_t end = first + 1;
-    while (item.partial >= 0 && end < items.size() && items[end].list == item.list && items[end].first == item.first)
-      ++end;
-    for (int i = 0; item.partial >= 0 && i < item.count; ++i) {
-      float* merged = partial.get() + (item.partial + i) * (rank + 2);
-      float largest = kNone, weights = 0.0f;
-      for (size_t part = first; part < end; ++part)
-        largest = std::max(largest, partial[static_cast<size_t>((items[part].partial + i) * (rank + 2) + rank)]);
-      const float shift = largest == kNone ? 0.0f : largest;
-      for (size_t part = first; part < end; ++part) {
-        const float* values = partial.get() + (items[part].partial + i) * (rank + 2);
-        const float factor = std::exp(values[rank] - shift);
-        weights += values[rank + 1] * factor;
-        for (int64_t v = 0; v < rank; ++v) merged[v] = (part == first ? 0.0f : merged[v]) + values[v] * factor;
-      }
-      const int64_t token = item.list->first_token + (item.first + i) / call.heads;
-      write_result(call, token, (item.first + i) % call.heads, merged, largest, weights);
-    }
-    first = end;
-  }
 }
 
 }  // namespace kvpool

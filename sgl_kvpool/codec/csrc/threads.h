@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #ifdef __linux__
@@ -19,14 +21,40 @@ extern "C" {
 
 namespace kvpool {
 
+#ifdef __linux__
+inline bool torch_has(int64_t threads) { return GOMP_parallel && threads <= omp_get_max_threads(); }
+
+// Calls work() on each of torch's threads for the calling thread. Zero is their number: a smaller team would end the other
+// threads, which torch would start again.
+template <typename Work>
+void on_torchs(Work&& work) {
+  GOMP_parallel([](void* data) { (*static_cast<std::remove_reference_t<Work>*>(data))(); }, &work, 0, 0);
+}
+
+// Number of cores of torch's threads. SGLang's CPU backend binds each to one, the scheduler's thread too; those of a thread
+// that was bound before they started are all bound to its cores.
+inline int64_t cores_of_torchs() {
+  static thread_local const int64_t count = [] {
+    std::mutex mutex;
+    cpu_set_t all = {};
+    on_torchs([&] {
+      const std::lock_guard lock(mutex);
+      if (cpu_set_t own; sched_getaffinity(0, sizeof own, &own) == 0) CPU_OR(&all, &all, &own);
+    });
+    return CPU_COUNT(&all);
+  }();
+  return count;
+}
+#endif
+
 // Number of threads for work on `bytes`: one, plus one for each `bytes_per_thread`, at most `most`, and at most the number
-// of cores that the calling thread may run on: threads that it starts inherit its affinity.
+// of cores that they may run on.
 inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most) {
   int64_t threads = std::min(most, bytes / bytes_per_thread + 1);
 #ifdef __linux__
-  cpu_set_t cores;
-  if (threads > 1 && sched_getaffinity(0, sizeof cores, &cores) == 0) {
-    threads = std::min<int64_t>(threads, CPU_COUNT(&cores));
+  cpu_set_t own;
+  if (threads > 1 && sched_getaffinity(0, sizeof own, &own) == 0 && CPU_COUNT(&own) < threads) {
+    threads = torch_has(threads) ? std::min(threads, cores_of_torchs()) : CPU_COUNT(&own);
   }
 #endif
   return threads;
@@ -46,10 +74,7 @@ void share(int64_t items, int64_t threads, Run&& run) {
   };
   if (threads == 1) return work();
 #ifdef __linux__
-  if (GOMP_parallel && threads <= omp_get_max_threads()) {
-    // Zero is torch's number. A smaller team would end the other threads, which torch would start again.
-    return GOMP_parallel([](void* data) { (*static_cast<decltype(work)*>(data))(); }, &work, 0, 0);
-  }
+  if (torch_has(threads)) return on_torchs(work);
 #endif
   std::vector<std::thread> others;
   others.reserve(static_cast<size_t>(threads));

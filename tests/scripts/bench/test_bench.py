@@ -94,4 +94,4 @@ def test_time_that_is_spent_and_results_that_are_wrong(tmp_path, monkeypatch, ca
 def test_attention_on_a_cpu_is_measured(capsys):
     assert main(["cpu_attention", "--quick", "--only", "layout=fp4", "--only", "heads=1"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("times_as_fast_as torch") == 2  # one thread and two
+    assert printed.count("at least 1.8 times one thread") == 1
