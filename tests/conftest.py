@@ -209,6 +209,16 @@ def failures(counting):
     return lambda: {kind: n - before[kind] for kind, n in now().items() if n != before[kind]}
 
 
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["C++", "torch"])
 def each_attention(request, monkeypatch):
     """Attention on a CPU as it is, and where nothing compiles."""

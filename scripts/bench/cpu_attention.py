@@ -108,30 +108,29 @@ class CpuAttention(Benchmark):
             return torch.nn.functional.embedding_bag(order, pool.view(torch.float32), mode="sum")
 
         square = torch.rand(512, 512)
-        calls = {"kvpool": ours, "torch": in_torch, "matmul": products}
-        limits = {"read": read, "multiply": lambda: square @ square} if case["threads"] == 2 else {}
+        calls = {"kvpool": ours, "matmul": products}
+        if case["threads"] == 1:
+            calls["torch"] = in_torch
+        else:
+            calls |= {"read": read, "multiply": lambda: square @ square}
         before, several = torch.get_num_threads(), case["threads"]
         try:
-            times = in_turn(calls | limits, 3 if self.quick else 15, range(1, several + 1))
-            if (case["layout"], heads, several) == ("bf16", 16, 1):
-                times |= in_turn({"sdpa": sdpa}, 1, [1])  # takes seconds, and is the same for all layouts
+            times = in_turn(calls, 3 if self.quick else 15, range(1, several + 1))
+            if (case["layout"], heads, several, case["queries"]) == ("bf16", 16, 1, "bfloat16"):
+                times |= in_turn({"sdpa": sdpa}, 1, [1])  # takes seconds, and is the same for all
         finally:
             torch.set_num_threads(before)
         took = {name: one for (name, number), one in times.items() if number == several}
-        row = {
+        ratios = {
+            name: round(one[0] / took["kvpool"][0], 2) for name, one in took.items() if name != "kvpool"
+        }
+        of_one = {name: round(times[name, 1][1] / one[1], 2) for name, one in took.items()}
+        return {
             "million_rows_per_s": round(len(pool) / took["kvpool"][1], 3),
             "cpu_us": {name: round(one[0], 1) for name, one in took.items()},
             "clock_us": {name: round(one[1], 1) for name, one in took.items()},
-            "times_as_fast_as": {
-                name: round(one[0] / took["kvpool"][0], 2)
-                for name, one in took.items()
-                if name not in ("kvpool", *limits)
-            },
+            **({"times_as_fast_as": ratios} if several == 1 else {"times_as_fast_as_one_thread": of_one}),
         }
-        if limits:
-            of_one = {name: round(times[name, 1][1] / one[1], 2) for name, one in took.items()}
-            row["times_as_fast_as_one_thread"] = of_one
-        return row
 
     def targets(self, rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[dict[str, Any]]:
         measured = {

@@ -33,14 +33,6 @@ def version(request, monkeypatch):
     cpu.module.cache_clear()
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's number of threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def attended(case):
     positional, keywords = case.arguments
     return mla_decode(*positional, **keywords)

@@ -21,14 +21,6 @@ def by_reference(nope, keys, fmt, k_scale=1.0):
     return rows
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's number of threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ENCODED)
 def test_any_number_of_threads_makes_the_same_rows(name, count, threads):
