@@ -35,14 +35,19 @@ _LEAST_OF_BF16, _LEAST_OF_ONE_THREAD = 0.9, 1.8
 
 
 def in_turn(
-    calls: dict[str, Callable[[], Any]], rounds: int, threads: Sequence[int]
+    calls: dict[str, Callable[[], Any]], rounds: int, threads: Sequence[int], other: torch.Tensor
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """Median microseconds of CPU time and by the clock of each call with each number of threads."""
+    """Median microseconds of CPU time and by the clock of each call with each number of threads.
+
+    Before each call `other` is read: beyond the caches, it leaves there neither rows nor, as a product does,
+    changed lines that the next call would have to write back.
+    """
     found: dict[tuple[str, int], list[tuple[float, float]]]
-    found = {(name, number): [] for name in calls for number in threads}
+    found = {(name, number): [] for number in threads for name in calls}
     for turn in range(rounds + 1):
         for (name, number), times in found.items():
             torch.set_num_threads(number)
+            other.sum()
             began = time.process_time(), time.perf_counter()
             calls[name]()
             if turn:  # not the first call, which allocates
@@ -115,9 +120,9 @@ class CpuAttention(Benchmark):
             calls |= {"read": read, "multiply": lambda: square @ square}
         before, several = torch.get_num_threads(), case["threads"]
         try:
-            times = in_turn(calls, 3 if self.quick else 15, range(1, several + 1))
+            times = in_turn(calls, 3 if self.quick else 15, range(1, several + 1), exact)
             if (case["layout"], heads, several, case["queries"]) == ("bf16", 16, 1, "bfloat16"):
-                times |= in_turn({"sdpa": sdpa}, 1, [1])  # takes seconds, and is the same for all
+                times |= in_turn({"sdpa": sdpa}, 1, [1], exact)  # takes seconds, and is the same for all
         finally:
             torch.set_num_threads(before)
         took = {name: one for (name, number), one in times.items() if number == several}
