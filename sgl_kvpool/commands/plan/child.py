@@ -8,6 +8,7 @@ in order; an unreadable model ends the output, since the other servers would fai
 import functools
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -158,9 +159,13 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
 
 
 def _failing_line(error: BaseException) -> str:
-    """For an exception without a text, such as of a bare `assert`: where it was raised."""
+    """For an exception without a text, such as of a bare `assert`: its line, and the fields that it reads."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{error!r} of SGLang's {last.line!r} ({last.filename}, line {last.lineno})"
+    read = re.findall(r"(\w+)\.(\w+)", last.line or "")
+    values = [f"{name} {getattr(frame.f_locals[of], name)}" for of, name in read if of in frame.f_locals]
+    where = ", ".join(values) or f"{last.filename}, line {last.lineno}"
+    return f"{type(error).__name__} of SGLang's {last.line!r} ({where})"
 
 
 def _describe(machine: Any) -> None:
