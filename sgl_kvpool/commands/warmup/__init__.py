@@ -22,7 +22,7 @@ Compiled code is kept in folders, which are printed. A server finds it there if 
 with the same variables, on the same kind of machine, with the same versions of all packages. The variables
 that move the folders, on a CPU: {", ".join(VARIABLES["cpu"])}. On CUDA: {", ".join(VARIABLES["cuda"])};
 SGLang puts the last two into SGLANG_CACHE_DIR (~/.cache/sglang) unless they are set. The CUDA part has not
-been run yet. A server with --dcp-size compiles its decode kernels when it starts.
+been run yet.
 """
 
 
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(option.flag, choices=choices, help=f"{effect}. Also {option.env}")
     parser.add_argument("--tp", type=whole, default=1, metavar="N", help="ranks that share the heads (1)")
+    parser.add_argument("--dcp-size", type=whole, default=1, metavar="N", help="the server's --dcp-size (1)")
     parser.add_argument("--page-size", type=whole, default=64, metavar="N", help="tokens per page (64)")
     parser.add_argument(
         "--draft-tokens", type=whole, default=0, metavar="N",
@@ -86,5 +87,6 @@ def _served(model: NamedModel | None, arguments: argparse.Namespace) -> Served:
         arrangement=options.choose_arrangement(arrangement or options.AUTO),
         page_size_tokens=arguments.page_size,
         tensor_parallel=arguments.tp,
+        dcp_size=arguments.dcp_size,
         draft_tokens=arguments.draft_tokens,
     )

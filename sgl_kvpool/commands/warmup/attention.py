@@ -5,6 +5,7 @@ the same constants compiled into them. Values are zeros, and results are ignored
 """
 
 from functools import cached_property
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ def publish(served: Served, device: str) -> None:
     rehearsal.publish(
         device,
         tp_size=served.tensor_parallel,
+        dcp_size=served.dcp_size,
         page_size=served.page_size_tokens,
         speculative_num_draft_tokens=served.draft_tokens or None,
     )
@@ -57,7 +59,8 @@ class Attention:
     def batch_sizes(self, queries: int) -> list[int]:
         """Batch sizes (requests) with split lists and with whole lists."""
         served = self.served
-        return _split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
+        heads, width = self.decode_layer.tp_q_head_num, -(-served.table_width // served.dcp_size)
+        return _split_and_whole(self.fmt, heads, queries, width, self.device)
 
     @cached_property
     def most_requests(self) -> int:
@@ -81,22 +84,39 @@ class Attention:
     @cached_property
     def layer(self) -> Any:
         """Absorbed attention of the first layer."""
-        return self._layer(self.fmt.head_dim, self.served.kv_lora_rank, key_heads=1)
+        return self._absorbed(self.served.heads_per_rank)
 
-    def _layer(self, head_dim: int, v_head_dim: int, key_heads: int) -> Any:
+    @cached_property
+    def decode_layer(self) -> Any:
+        """The same for a decode, of the heads of all ranks with decode context parallelism."""
+        return self._absorbed(self.served.heads_per_rank * self.served.dcp_size)
+
+    def _absorbed(self, heads: int) -> Any:
+        return self._layer(heads, self.fmt.head_dim, self.served.kv_lora_rank, key_heads=1)
+
+    def _layer(self, heads: int, head_dim: int, v_head_dim: int, key_heads: int) -> Any:
         from sglang.srt.layers.radix_attention import RadixAttention
 
         return RadixAttention(
-            num_heads=self.served.heads_per_rank, head_dim=head_dim, scaling=self.served.scaling,
+            num_heads=heads, head_dim=head_dim, scaling=self.served.scaling,
             num_kv_heads=key_heads, layer_id=0, v_head_dim=v_head_dim,
         )  # fmt: skip
 
     @cached_property
-    def backend(self) -> Any:
-        """Attention backend of a server's target model."""
+    def backends(self) -> list[Any]:
+        """Attention backends of a server's target model, of two ranks with decode context parallelism.
+
+        Triton compiles for the alignment of a rank's lists: rank 1 begins 4 bytes behind rank 0.
+        """
+        from sglang.srt.runtime_context import get_parallel
+
         from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 
-        return KVPoolMLACudaBackend(self.runner)
+        backends = []
+        for rank in range(min(self.served.dcp_size, 2)):
+            with get_parallel().override(attn_dcp_rank=rank):
+                backends.append(KVPoolMLACudaBackend(self.runner))
+        return backends
 
     @cached_property
     def runner(self) -> Any:
@@ -113,12 +133,12 @@ class Attention:
 
     def decode_or_verify(self, mode: str, queries: int) -> None:
         """Decode, verification of drafts or a draft's extend, once for each of `batch_sizes`."""
-        for requests in self.batch_sizes(queries):
+        for backend, requests in product(self.backends, self.batch_sizes(queries)):
             batch = self._batch(mode, [0] * requests, [queries] * requests)
             if mode == "TARGET_VERIFY":
                 batch.seq_lens = torch.zeros_like(batch.seq_lens)  # excludes the verified tokens
             batch.spec_info = SimpleNamespace(draft_token_num=queries, num_tokens_per_req=queries)
-            self._forward(batch, requests * queries)
+            self._forward(batch, requests * queries, backend, self.decode_layer)
 
     def draft_step(self) -> None:
         """A step of a draft, whose lengths include the tokens drafted before."""
@@ -126,25 +146,30 @@ class Attention:
 
         backend = KVPoolMLACudaBackend(self.runner, skip_prefill=True, draft_step=1)
         for requests in self.batch_sizes(1):
-            self._forward(self._batch("DECODE", [0] * requests, [1] * requests), requests, backend)
+            batch = self._batch("DECODE", [0] * requests, [1] * requests)
+            self._forward(batch, requests, backend, self.decode_layer)
 
     def prefill(self, *, in_chunks: bool) -> None:
         """Absorbed prefill after a stored prefix, in one FlashInfer call or in chunks."""
-        reader = self.backend.absorbed_prefill.reader
+        backend = self.backends[0]
+        reader = backend.absorbed_prefill.reader
         batch = self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
+        # Rows that SGLang gathers with decode context parallelism.
+        rows = torch.zeros((_PREFIX, 1, self.fmt.head_dim), dtype=self.pool.dtype, device=self.device)
+        batch.attn_dcp_metadata = SimpleNamespace(dcp_kv_buffer=rows)
         workspace_tokens, wrapper = reader.workspace_tokens, reader.wrapper
         if in_chunks:
             reader.workspace_tokens, reader.wrapper = _PREFIX // 3, None
         try:
-            self._forward(batch, 2 * _NEW)
+            self._forward(batch, 2 * _NEW, backend, self.layer)
         finally:
             reader.workspace_tokens, reader.wrapper = workspace_tokens, wrapper
 
     def multi_head(self) -> None:
         """The MHA form, whose keys and values a model computes from the latent."""
-        served, runner = self.served, self.backend.mha_chunk_kv_cache
+        served, runner = self.served, self.backends[0].mha_chunk_kv_cache
         width = served.qk_nope_head_dim + served.qk_rope_head_dim
-        layer = self._layer(width, served.v_head_dim, served.heads_per_rank)
+        layer = self._layer(served.heads_per_rank, width, served.v_head_dim, served.heads_per_rank)
         batch = self._batch("EXTEND", [0], [_NEW])
         batch.num_prefix_chunks, batch.mha_return_lse, batch.mha_one_shot = 0, False, False
         runner.update_wrapper(batch)
@@ -170,9 +195,9 @@ class Attention:
         batch.extend_prefix_lens = torch.tensor(prefixes, device=self.device)
         return batch
 
-    def _forward(self, batch: Any, tokens: int, backend: Any = None) -> None:
-        served, backend = self.served, backend or self.backend
-        rank, rope, heads = served.kv_lora_rank, served.qk_rope_head_dim, served.heads_per_rank
+    def _forward(self, batch: Any, tokens: int, backend: Any, layer: Any) -> None:
+        served, heads = self.served, layer.tp_q_head_num
+        rank, rope = served.kv_lora_rank, served.qk_rope_head_dim
         backend.init_forward_metadata(batch)
         extra = {}
         if rope:
@@ -183,7 +208,7 @@ class Attention:
         latent = self._zeros(tokens, 1, rank)
         # Strides as a batched product per head returns them.
         absorbed = self._zeros(heads, tokens, rank).transpose(0, 1)
-        backend.forward(absorbed, latent, latent, self.layer, batch, **extra)
+        backend.forward(absorbed, latent, latent, layer, batch, **extra)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)

@@ -32,6 +32,8 @@ class Served:
     arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
     page_size_tokens: int = 64
     tensor_parallel: int = 1
+    #: Ranks over which the rows of a sequence are spread (decode context parallelism).
+    dcp_size: int = 1
     #: Tokens verified per request and step; 0 without speculative decoding.
     draft_tokens: int = 0
 
@@ -40,6 +42,11 @@ class Served:
             raise ValueError(
                 f"--tp {self.tensor_parallel} does not divide the {self.num_attention_heads} heads of "
                 f"{self.name}; give --tp a divisor of them"
+            )
+        if self.tensor_parallel % self.dcp_size:
+            raise ValueError(
+                f"--dcp-size {self.dcp_size} does not divide --tp {self.tensor_parallel}, whose ranks it "
+                "groups; give a divisor of it"
             )
 
     @property

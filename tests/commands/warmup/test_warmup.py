@@ -114,6 +114,7 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     [
         (["--device", "cpu", "--model", "/nowhere"], "'/nowhere' does not exist"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
+        (["--device", "cpu", "--tp", "4", "--dcp-size", "3"], "--dcp-size 3 does not divide --tp 4, "),
     ],
 )
 def test_servers_that_cannot_exist_are_refused(argv, said, capsys):

@@ -22,6 +22,7 @@ CASES = {
     "bf16": {"layout": "bf16"},
     "fp8 without rope": {"layout": "fp8", "qk_rope_head_dim": 0, "tensor_parallel": 1},
     "fp4_fp8_rope by pages": {"layout": "fp4_fp8_rope", "arrangement": "page_major"},
+    "fp4 over two ranks": {"layout": "fp4", "dcp_size": 2},
     "sparse fp4_fp8_rope": {"layout": "fp4_fp8_rope", "top_k": 2048},
     "sparse fp4": {"layout": "fp4", "top_k": 2048},
     "sparse fp8_block_scale": {"layout": "fp8_block_scale", "top_k": 2048},
@@ -85,6 +86,16 @@ def test_decode_of_other_arrangements_and_models(found):
     for case, steps in found.items():
         if "sparse" not in case:
             assert ("steps of a draft" in steps) == ("drafts" in case)
+
+
+def test_decode_over_ranks(found):
+    """The heads of both; the list of rank 1 begins 4 bytes behind that of rank 0."""
+    decode = found["fp4 over two ranks"]["decode"]
+    assert decodes(decode) == both(416, 1, 1, 8, 1, counts="*i32", stride="")
+    taken = [launch["arguments"] for launch in decode["launched"] if launch["kernel"] == GLUON]
+    assert {(a["SPAN"][1], a["kv_indices_ptr"][1]) for a in taken} == {("2", "D"), ("2", "")}
+    in_chunks = kernels(found["fp4 over two ranks"]["prefill in chunks"])
+    assert in_chunks == {"store_kernel", "gather_kernel", "_fwd_kernel", "merge_state_kernel"}
 
 
 def test_prefill(found):
