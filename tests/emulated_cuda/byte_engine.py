@@ -36,7 +36,17 @@ class Printed(list):
         super().append(fault)
 
 
-def main(device, layout):
+def aborted(engine, text):
+    """The end of a request that is aborted after its first token."""
+    answers = engine.generate(text, GREEDY | {"max_new_tokens": 99}, stream=True, routed_dp_rank=0)
+    next(answers)
+    engine.tokenizer_manager.abort_request(abort_all=True)
+    *_, last = answers
+    return last["meta_info"]["finish_reason"]["type"]
+
+
+def main(device, layout, **options):
+    """Answers of an Engine with `options` beside its own; of several ranks with `tp_size`."""
     from sgl_kvpool.demo import forks
 
     if device == "cuda":
@@ -44,8 +54,8 @@ def main(device, layout):
 
         memory.ALLOCATOR.problems = Printed()
     forks.fork_children()
-    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "roomy_models"
-    os.environ["KVPOOL_PREFILL_READS_ROWS"] = "1"
+    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "ranked_models" if "tp_size" in options else "roomy_models"
+    os.environ.setdefault("KVPOOL_PREFILL_READS_ROWS", "1")
     import sglang
 
     from sgl_kvpool.layout import MLAKVCacheLayout
@@ -53,23 +63,25 @@ def main(device, layout):
     root = Path(__file__).resolve().parents[2]
     prompts = json.loads((root / "tests/engine/goldens.json").read_text())["prompts"][:3]
     model = root / "sgl_kvpool/demo/byte_mla_python"
-    options = COMMON | ON[device]
+    options = COMMON | ON[device] | options
     if device == "cuda" and not MLAKVCacheLayout.parse(layout).is_packed:
         # `layer_major` rows have SGLang's own host tier there, whose kernels the device does not run.
         options["kv_cache_arrangement"] = "page_major"
     engine = sglang.Engine(model_path=str(model), device=device, kv_cache_layout=layout, **options)
 
     def ask(text, **more):
-        return engine.generate(text, GREEDY, return_logprob=True, **more)
+        return engine.generate(text, GREEDY, return_logprob=True, routed_dp_rank=0, **more)
 
     long = prompts[2]
     answers = {
         "first": [ask(prompt) for prompt in prompts],
         "prompt": ask(prompts[0], logprob_start_len=0),
-        "batch": ask(prompts),
+        "batch": engine.generate(prompts, GREEDY, return_logprob=True),  # of all groups
         "device_hit": ask(long),
         "fillers": [ask(text) for text in FILLERS],
         "host_hit": ask(long),
+        "aborted": aborted(engine, long),
+        "after": ask(long),
         "info": {name: str(value) for name, value in engine.get_server_info().items()},
     }
     engine.shutdown()

@@ -13,7 +13,8 @@
 | flashinfer | `flashinfer.norm._rmsnorm_impl` | `_rms_norm` |
 | flashinfer | the compiled module of `BatchMLAPagedAttentionWrapper` | `CompiledMla` |
 | flashinfer | the compiled module of `BatchPrefillWithRaggedKVCacheWrapper` | `CompiledRagged` |
-| sglang | operators `sglang::reg_*` of its process groups | `_collective` |
+| sglang | operators of its process groups: `sglang::reg_*`, `sglang::inplace_all_reduce` | `_collective` |
+| sglang | `PyNcclCommunicator.change_state`, by which captures enable a communicator | nothing |
 | sglang.kernels | modules of `load_jit` whose functions are in `jit_kernels.EXPORTS` | the functions there |
 | NCCL | process groups of torch.distributed | gloo's, on the memory of the CPU |
 
@@ -23,6 +24,7 @@ and tests of sparse attention give the lists that the indexer would choose.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable
@@ -152,10 +154,11 @@ def _rms_norm(out, x, weight, eps, enable_pdl) -> None:
 def _collective(method: str) -> Callable[..., None]:
     """A collective of SGLang's GroupCoordinator, on the memory of the CPU."""
 
-    def carry_out(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    def carry_out(*arguments: Any) -> None:
         from sglang.srt.distributed import parallel_state
 
-        getattr(parallel_state._groups[group_name](), method)(output, input)
+        *tensors, group_name = arguments
+        getattr(parallel_state._groups[group_name](), method)(*tensors)
 
     return carry_out
 
@@ -168,6 +171,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "flash_mla_legacy::sparse_prefill_fwd": _sparse_prefill,
     "sgl_kernel::weak_ref_tensor": graphs.unowned,
     "sglang::apply_rope_inplace": _apply_rope,
+    "sglang::inplace_all_reduce": _collective("_all_reduce_in_place"),
     "sglang::reg_all_gather_into_tensor": _collective("_all_gather_into_tensor"),
     "sglang::reg_all_to_all_single": _collective("_all_to_all_single"),
     "sglang::reg_reduce_scatter_tensor": _collective("_reduce_scatter_tensor"),
@@ -264,6 +268,13 @@ def install() -> None:
     flashinfer.norm._rmsnorm_impl = _rms_norm
 
     flashinfer.prefill.get_batch_prefill_module = lambda backend, *key: CompiledRagged()
+
+
+def disable_nccl() -> None:
+    """Keep SGLang's own communicator of NCCL disabled, which it enables in captures though there is none."""
+    from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    PyNcclCommunicator.change_state = lambda self, enable=None: contextlib.nullcontext()
 
 
 def install_process_groups() -> None:

@@ -67,6 +67,7 @@ def install() -> None:
     launches.install()
     libraries.install_process_groups()
     imports.after("flashinfer", libraries.install)
+    imports.after("sglang.srt.distributed.device_communicators.pynccl", libraries.disable_nccl)
     imports.after("sglang.kernels.jit.utils.compile.loader", jit_kernels.install)
     mode = operators.Mode()
     mode.__enter__()  # for the main thread, until the process ends

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 
 import forks
@@ -32,19 +33,24 @@ def without_device(tmp_path_factory):
         yield process
 
 
+def run(processes, device, layout, options=None, **environment):
+    """What an Engine said, and its log."""
+    code = "from emulated_cuda import byte_engine\n"
+    code += f"byte_engine.main({device!r}, {layout!r}, **{options or {}!r})"
+    done = processes.run(code, limit_s=900, **environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stdout + done.stderr}
+
+
 @pytest.fixture(scope="module")
 def answers(on_device, request):
-    """`answers(layout, device)`: what the Engine said, and its log."""
+    """`answers(layout, device)`: what the Engine of one process said, and its log."""
     found = {}
 
     def get(layout, device="cuda"):
         if (layout, device) not in found:
             processes = on_device if device == "cuda" else request.getfixturevalue("without_device")
-            code = f"from emulated_cuda import byte_engine\nbyte_engine.main({device!r}, {layout!r})"
-            done = processes.run(code, limit_s=900)
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-            log = done.stdout + done.stderr
-            found[layout, device] = {**json.loads(done.stdout.splitlines()[-1]), "log": log}
+            found[layout, device] = run(processes, device, layout)
         return found[layout, device]
 
     return get
@@ -52,6 +58,10 @@ def answers(on_device, request):
 
 def tokens(answers):
     return [answer["output_ids"] for answer in answers]
+
+
+def golden_tokens(layout):
+    return [golden["token_ids"][:NEW] for golden in GOLDENS["greedy"][layout][:3]]
 
 
 def generated(answer):
@@ -66,9 +76,8 @@ def mean_distance(one, other):
 def test_tokens_are_those_of_the_cpu_server(answers, layout):
     """Of single requests, and of a batch of three that replays the graph of four."""
     found = answers(layout)
-    wanted = [golden["token_ids"][:NEW] for golden in GOLDENS["greedy"][layout][:3]]
-    assert tokens(found["first"]) == wanted
-    assert tokens(found["batch"]) == wanted
+    assert tokens(found["first"]) == tokens(found["batch"]) == golden_tokens(layout)
+    assert (found["aborted"], tokens([found["after"]])) == ("abort", golden_tokens(layout)[2:])
     assert "cuda graph: True" in found["log"]
     assert found["info"]["disable_overlap_schedule"] == "False"
     assert found["info"]["attention_backend"] == "kvpool_mla"
@@ -77,7 +86,10 @@ def test_tokens_are_those_of_the_cpu_server(answers, layout):
 
 @pytest.mark.parametrize("layout", PARAMETERS)
 def test_a_host_hit_says_what_a_device_hit_said(answers, layout):
-    found = answers(layout)
+    check_hits(answers(layout))
+
+
+def check_hits(found):
     hits = {name: found[name]["meta_info"]["cached_tokens_details"] for name in ("device_hit", "host_hit")}
     assert (hits["device_hit"]["device"], hits["device_hit"]["host"]) == (LONG, 0)
     assert (hits["host_hit"]["device"], hits["host_hit"]["host"]) == (0, LONG)
@@ -125,3 +137,34 @@ def test_log_probabilities_are_near_the_cpu_servers(answers, layout):
     for one, other in zip(found["first"], wanted["first"], strict=True):
         assert one["output_ids"] == other["output_ids"]
         assert mean_distance(generated(one), generated(other)) < 0.02
+
+
+#: Of decode context parallelism, with half of the rows in each rank: also in two stages, and in two groups
+#: with other requests, one of which is idle or pads its batch.
+RANKS = {
+    "two": ("fp4", {"tp_size": 2}),
+    "stages": ("fp8_block_scale", {"tp_size": 2, "pp_size": 2}),
+    "groups": ("fp4", {"tp_size": 4, "attn_dp_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.quick] if n == "two" else []) for n in RANKS]
+)
+def test_ranks_that_share_a_prefix_pool(on_device, name):
+    """Tokens and hits are those of one process; SGLang's allocator and tree count two tokens for a row."""
+    layout, options = RANKS[name]
+    rows = byte_engine.DEVICE_TOKENS // 2
+    found = run(
+        *(on_device, "cuda", layout, {"dcp_size": 2, "max_total_tokens": rows, **options}),
+        KVPOOL_PREFILL_READS_ROWS="0",
+        RANK_1_FAULTS=os.devnull,
+        SGLANG_NCCL_SO_PATH=os.devnull,
+        SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS="1",
+    )
+    assert tokens(found["first"]) == tokens(found["batch"]) == golden_tokens(layout)
+    assert (found["aborted"], tokens([found["after"]])) == ("abort", golden_tokens(layout)[2:])
+    check_hits(found)
+    assert found["info"]["max_total_num_tokens"] == str(2 * rows)
+    assert "cuda graph: True" in found["log"]
+    assert {line for line in found["log"].splitlines() if line.startswith("FAULT")} <= {*list_of_free_pages()}
