@@ -122,7 +122,7 @@ dsa cuda fp4 --enable-torch-compile
 """
 DCP = r"""
 mla cpu fp4 DCP
-  --dcp-size 2 does not work with --kv-cache-layout fp4 on a CPU: SGLang allocates .* GPUs only; leave it out
+  --dcp-size 2 does not work with --kv-cache-layout fp4 on a CPU: SGLang merges .* GPUs; leave it out
 dsa cuda fp8_block_scale DCP
   --dcp-size 2 does not .* fp8_block_scale and DeepseekV32ForCausalLM: .*for Blackwell, .*; leave it out
 kda cuda bf16 DCP
@@ -146,8 +146,6 @@ mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
 DCP_CASES = """
 mla cuda fp8 --speculative-algorithm EAGLE
 mla cuda bf16 --enable-deterministic-inference
-mla cuda fp4 --attn-dp-size 2
-mla cuda fp4 --pp-size 2
 """
 SPARSE = r"""
 dsa-glm cuda fp4 --enable-prefill-cp --tp-size 2 --attn-cp-size 2 --cp-strategy zigzag

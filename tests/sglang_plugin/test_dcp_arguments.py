@@ -30,7 +30,8 @@ def test_host_tiers(resolved, capfd, store):
     ("argv", "message"),
     [
         (["--rl-on-policy-target", "fsdp"], "--dcp-size 2 .* fp4 and --enable-deterministic-inference: "),
-        (["--dcp-size", "3"], "--dcp-size 3 does not divide --tp-size 4, .*; give a divisor of it"),
+        (["--dcp-size", "3"], "--dcp-size 3 does not divide the 4 of 4 .*; give a divisor of 4"),
+        (["--attn-dp-size", "4"], "--dcp-size 2 does not divide the 1 of 4 .*; give a divisor of 1"),
     ],
 )
 def test_servers_that_do_not_fit_are_refused(resolved, argv, message):

@@ -10,6 +10,7 @@ from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, model_name
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import DCP_FEATURES, first_in_use
+from sgl_kvpool.sglang_plugin.rules.host_sharing import same_rows_ranks
 
 fields("dcp_size")
 
@@ -27,13 +28,14 @@ def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
     if not is_used(view):
         return
     ours = f"--dcp-size {view.dcp_size} does not work with {LAYOUT.flag} {layout}"
-    if view.tp_size % view.dcp_size:
+    ranks = same_rows_ranks(view)  # SGLang would group ranks that attend other requests
+    if ranks % view.dcp_size:
         raise Refusal(
-            f"--dcp-size {view.dcp_size} does not divide --tp-size {view.tp_size}, whose ranks it groups; "
-            "give a divisor of it"
+            f"--dcp-size {view.dcp_size} does not divide the {ranks} of {view.tp_size} tensor-parallel ranks "
+            f"that attend the same requests; give a divisor of {ranks}"
         )
     if view.device == "cpu":
-        raise Refusal(f"{ours} on a CPU: SGLang allocates slots for it on GPUs only; leave it out")
+        raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs; leave it out")
     if is_dsa(model_config):
         raise Refusal(
             f"{ours} and {model_name(model_config)}: SGLang attends such lists of several ranks with "

@@ -152,8 +152,6 @@ DRAFT_FEATURES = (
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
-_NOT_TOGETHER = "the two have not been tested together"
-
 #: Features that do not work with a layout and decode context parallelism.
 DCP_FEATURES = (
     Feature(
@@ -172,9 +170,7 @@ DCP_FEATURES = (
         "disaggregation_decode_enable_offload_kvcache",
         "SGLang makes its pages of the tokens of one rank, and a page of the pool has those of all",
     ),
-    above_one("attn_dp_size", _NOT_TOGETHER),
-    above_one("pp_size", _NOT_TOGETHER),
-    Feature("enable_two_batch_overlap", _NOT_TOGETHER),
+    Feature("enable_two_batch_overlap", "the two have not been tested together"),
 )
 
 #: Features that do not work with our readers of rows for sparse attention.
