@@ -61,6 +61,7 @@ def in_turn(
 class CpuAttention(Benchmark):
     """Every layout, with 16 heads and one, on two threads, and with 16 heads on one."""
 
+    schema = 2
     devices = ("cpu",)
     case_limit_s = 300.0
 
@@ -70,12 +71,7 @@ class CpuAttention(Benchmark):
 
     def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
         size = {"lists": 2, "context": 2048} if self.quick else {"lists": 4, "context": 16384}
-        shapes = [
-            (16, 1, "bfloat16"),
-            (16, 1, "float32"),
-            (16, 2, "bfloat16"),
-            (1, 2, "bfloat16"),
-        ]
+        shapes = [(16, 1, "bfloat16"), (16, 1, "float32"), (16, 2, "bfloat16"), (1, 2, "bfloat16")]
         return [
             {"layout": layout.value, "heads": heads, "threads": threads, "queries": queries, **size}
             for heads, threads, queries in shapes

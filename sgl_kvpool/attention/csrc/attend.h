@@ -268,8 +268,9 @@ inline void write_result(const Attention& call, int64_t token, int64_t head, con
 }
 
 // Divides lists into items of at most kMostQueries queries and, for several threads, runs of entries, each a share of the
-// work that is left: the last ones are short, and a thread that others slow down takes fewer.
-inline std::vector<Item> items_of(const Attention& call, int64_t threads) {
+// work that is left: the last ones are short, and a thread that others slow down takes fewer. Lowers `threads` to as many
+// as pay off.
+inline std::vector<Item> items_of(const Attention& call, int64_t& threads) {
   std::vector<Item> items;
   int64_t work = 0;
   for (int64_t number = 0; number < call.list_count; ++number) {
@@ -284,6 +285,8 @@ inline std::vector<Item> items_of(const Attention& call, int64_t threads) {
       work += most * (count + kGroup);
     }
   }
+  // Some 4 million products take a core 100 us, five times the time to start a thread.
+  threads = threads_for(work * (call.layout->latent_values + call.values()), 4'000'000, threads);
   if (threads == 1 || call.whole_lists) return items;
   std::vector<Item> parts;
   int64_t partials = 0;
@@ -327,16 +330,9 @@ inline void merge(const Attention& call, const Item* first, float* partial) {
   }
 }
 
-inline void attend(const Attention& call, int64_t most_threads) {
+inline void attend(const Attention& call, int64_t threads) {
   const RowLayout& layout = *call.layout;
   const int64_t rank = layout.latent_values;
-  int64_t work = 0;
-  for (int64_t i = 0; i < call.list_count; ++i) {
-    for (int64_t t = 0; t < call.lists[i].tokens; ++t)
-      work += call.limits[call.lists[i].first_token + t] * (call.heads + kGroup) * (rank + call.values());
-  }
-  // Some 4 million products take a core 100 us, five times the time to start a thread.
-  const int64_t threads = threads_for(work, 4'000'000, most_threads);
   const std::vector<Item> items = items_of(call, threads);
   const int64_t partials = items.empty() ? 0 : items.back().partial + items.back().count;
   auto partial = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(partials * (rank + 2)));
