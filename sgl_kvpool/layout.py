@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from operator import index
+from typing import NoReturn
 
 #: Version of the byte tables below, contained in every storage key and handshake.
 FORMAT_VERSION = 1
@@ -86,19 +87,12 @@ class SegmentEncoding(Enum):
 
 @dataclass(frozen=True)
 class Segment:
-    """One run of equally encoded values inside a row.
-
-    `name`: ``"nope"``, ``"scale"`` or ``"rope"``.
-    `count`: Number of values.
-    `offset_bytes`, `size_bytes`: Offset and size inside the row.
-    `uses_k_scale`: Whether values are divided by the layer's k_scale before they are stored.
-    """
+    """One run of `count` equally encoded values inside a row, named ``"nope"``, ``"scale"`` or ``"rope"``."""
 
     name: str
     encoding: Encoding
     count: int
     offset_bytes: int
-    uses_k_scale: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -108,43 +102,20 @@ class Segment:
     def end_bytes(self) -> int:
         return self.offset_bytes + self.size_bytes
 
-    def divisor(self, k_scale: float) -> float:
-        """Divisor applied to values before they are stored: the layer's k_scale, or 1.0 without one."""
-        return k_scale if self.uses_k_scale else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    """Encodings of a layout and its properties in SGLang; all other properties follow from these."""
-
-    latent: SegmentEncoding
-    #: Encoding without stored scales.
-    rope: SegmentEncoding
-    #: `kv_cache_dtype` that SGLang sees, for dense MLA models and for DSA models.
-    sglang_dtype: str = "bfloat16"
-    sglang_dtype_dsa: str = "bfloat16"
-    #: Whether SGLang's own writers, readers and peers use the same bytes.
-    sglang_native: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rope.scales is not None:
-            raise ValueError(f"a rope in {self.rope.name} has stored scales, for which rows have no segment")
-        if self.latent.uses_k_scale != self.rope.uses_k_scale:
-            # The scores of both segments are one sum, which the decode kernels multiply by k_scale.
-            raise ValueError(
-                f"a latent in {self.latent.name} and a rope in {self.rope.name}: either both segments are "
-                "divided by k_scale, or neither is"
-            )
-
 
 #: Values of `--kv-cache-dtype` that SGLang treats alike.
 _DTYPE_ALIASES = {"bfloat16": ("bfloat16", "bf16"), "fp8_e4m3": ("fp8_e4m3",)}
 #: The `kv_cache_dtype` that names a precision. SGLang's names of 4-bit dtypes stand for formats of its own.
 _PRECISIONS = {Encoding.BF16: "bfloat16", Encoding.E4M3: "fp8_e4m3"}
+_E = SegmentEncoding
 
 
-class MLAKVCacheLayout(str, Enum):
+class MLAKVCacheLayout(StrEnum):
     """The bytes of a KV row. The value is that of ``--kv-cache-layout``.
+
+    `latent`: Encoding of the latent values, the key of the tables of decode tiles and of benchmark targets.
+    `rope`: Encoding of the rotary values, without stored scales.
+    `is_sglang_native`: Whether SGLang's own writers, readers and peers use the same bytes.
 
     Examples
     --------
@@ -153,37 +124,44 @@ class MLAKVCacheLayout(str, Enum):
     416
     """
 
-    BF16 = "bf16"
-    FP8_NOPE_FP8_ROPE = "fp8"
-    FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE = "fp8_block_scale"
-    FP4 = "fp4"
-    FP4_NOPE_FP8_ROPE = "fp4_fp8_rope"
+    latent: SegmentEncoding
+    rope: SegmentEncoding
+    #: `kv_cache_dtype` that SGLang sees, for dense MLA models and for DSA models.
+    _dtypes: tuple[str, str]
+    is_sglang_native: bool
 
-    def __str__(self) -> str:
-        return self.value
+    BF16 = "bf16", _E.BF16, _E.BF16, ("bfloat16", "bfloat16"), True
+    FP8_NOPE_FP8_ROPE = "fp8", _E.E4M3_BY_K_SCALE, _E.E4M3_BY_K_SCALE, ("fp8_e4m3", "fp8_e4m3")
+    FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE = (
+        "fp8_block_scale", _E.E4M3_IN_TILES, _E.BF16, ("bfloat16", "fp8_e4m3"),
+    )  # fmt: skip
+    FP4 = "fp4", _E.E2M1_IN_BLOCKS, _E.BF16
+    FP4_NOPE_FP8_ROPE = "fp4_fp8_rope", _E.E2M1_IN_BLOCKS, _E.E4M3
+
+    def __new__(
+        cls,
+        value: str,
+        latent: SegmentEncoding = _E.BF16,  # defaults, because mypy takes a look-up by value for this call
+        rope: SegmentEncoding = _E.BF16,
+        dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
+        is_sglang_native: bool = False,
+    ) -> MLAKVCacheLayout:
+        if rope.scales is not None:
+            raise ValueError(f"a rope in {rope.name} has stored scales, for which rows have no segment")
+        if latent.uses_k_scale != rope.uses_k_scale:
+            # The scores of both segments are one sum, which the decode kernels multiply by k_scale.
+            raise ValueError(
+                f"a latent in {latent.name} and a rope in {rope.name}: either both segments are divided by "
+                "k_scale, or neither is"
+            )
+        layout = str.__new__(cls, value)
+        layout._value_, layout.latent, layout.rope = value, latent, rope
+        layout._dtypes, layout.is_sglang_native = dtypes, is_sglang_native
+        return layout
 
     @classmethod
-    def parse(cls, value: str | MLAKVCacheLayout) -> MLAKVCacheLayout:
-        """Layout named by a string; ValueError that lists the names otherwise."""
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(member.value for member in cls)
-            raise ValueError(f"unknown KV cache layout {value!r}; choose one of: {names}") from None
-
-    @property
-    def _record(self) -> _Record:
-        return _RECORDS[self]
-
-    @property
-    def latent(self) -> SegmentEncoding:
-        """Encoding of the latent values, the key of the tables of decode tiles and of benchmark targets."""
-        return self._record.latent
-
-    @property
-    def rope(self) -> SegmentEncoding:
-        """Encoding of the rotary values."""
-        return self._record.rope
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"unknown KV cache layout {value!r}; choose one of: {', '.join(cls)}")
 
     @property
     def is_packed(self) -> bool:
@@ -200,23 +178,13 @@ class MLAKVCacheLayout(str, Enum):
         return self.row_format(*geometry).payload_bytes < Encoding.BF16.size_bytes(sum(geometry))
 
     @property
-    def needs_decoding(self) -> bool:
-        """True if stored latent values must be decoded before a 16-bit matrix instruction can use them."""
-        return self.latent.values is not Encoding.BF16
-
-    @property
     def uses_k_scale(self) -> bool:
-        """True if some values are divided by the layer's k_scale before they are stored."""
-        return self.latent.uses_k_scale or self.rope.uses_k_scale
+        """True if all values are divided by the layer's k_scale before they are stored."""
+        return self.latent.uses_k_scale
 
     def sglang_kv_cache_dtype(self, *, is_dsa: bool = False) -> str:
         """The ``kv_cache_dtype`` that SGLang sees while this layout is in use."""
-        return self._record.sglang_dtype_dsa if is_dsa else self._record.sglang_dtype
-
-    @property
-    def is_sglang_native(self) -> bool:
-        """True if SGLang's own writers, readers and peers use the same bytes."""
-        return self._record.sglang_native
+        return self._dtypes[is_dsa]
 
     @property
     def accepted_kv_cache_dtypes(self) -> tuple[str, ...]:
@@ -224,11 +192,7 @@ class MLAKVCacheLayout(str, Enum):
 
         What SGLang sees while the layout is in use, or the precision of the latent.
         """
-        shown = {
-            self._record.sglang_dtype,
-            self._record.sglang_dtype_dsa,
-            _PRECISIONS.get(self.latent.values),
-        }
+        shown = {*self._dtypes, _PRECISIONS.get(self.latent.values)}
         return ("auto", *(alias for name, same in _DTYPE_ALIASES.items() if name in shown for alias in same))
 
     def pool_row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, is_dsa: bool = False) -> RowFormat:
@@ -270,25 +234,6 @@ def check_encodings(
         return all((one.values, one.scales) in table for one in stored)
 
     check_complete([layout for layout in MLAKVCacheLayout if in_table(layout)], name)
-
-
-_L, _E = MLAKVCacheLayout, SegmentEncoding
-
-_RECORDS: dict[MLAKVCacheLayout, _Record] = {
-    _L.BF16: _Record(latent=_E.BF16, rope=_E.BF16, sglang_native=True),
-    _L.FP8_NOPE_FP8_ROPE: _Record(
-        latent=_E.E4M3_BY_K_SCALE,
-        rope=_E.E4M3_BY_K_SCALE,
-        sglang_dtype="fp8_e4m3",
-        sglang_dtype_dsa="fp8_e4m3",
-    ),
-    _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _Record(
-        latent=_E.E4M3_IN_TILES, rope=_E.BF16, sglang_dtype_dsa="fp8_e4m3"
-    ),
-    _L.FP4: _Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.BF16),
-    _L.FP4_NOPE_FP8_ROPE: _Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.E4M3),
-}
-check_complete(_RECORDS, "_RECORDS of sgl_kvpool/layout.py")
 
 
 @dataclass(frozen=True)
@@ -343,11 +288,6 @@ class RowFormat:
         """Latent values that share a stored scale; 0 without stored scales."""
         return 0 if self.scale is None else self.nope.count // self.scale.count
 
-    @property
-    def uses_k_scale(self) -> bool:
-        """True if the values of some segment are divided by the layer's k_scale."""
-        return any(segment.uses_k_scale for segment in self.segments)
-
     def in_layout(self, layout: MLAKVCacheLayout) -> RowFormat:
         """The row of another layout that holds the same values."""
         return layout.row_format(self.kv_lora_rank, self.qk_rope_head_dim, align_bytes=self.align_bytes)
@@ -378,13 +318,13 @@ def _row_format(
     if align_bytes not in ALIGNMENTS_BYTES:
         raise ValueError(f"align_bytes={align_bytes} is not one of {ALIGNMENTS_BYTES}")
 
-    stored = layout._record
-    nope = Segment("nope", stored.latent.values, kv_lora_rank, 0, stored.latent.uses_k_scale)
+    latent = layout.latent
+    nope = Segment("nope", latent.values, kv_lora_rank, 0)
     end = nope.end_bytes
     scale = rope = None
-    if stored.latent.scales is not None:
-        scale = Segment("scale", stored.latent.scales, kv_lora_rank // stored.latent.scale_block_values, end)
+    if latent.scales is not None:
+        scale = Segment("scale", latent.scales, kv_lora_rank // latent.scale_block_values, end)
         end = scale.end_bytes
     if qk_rope_head_dim:
-        rope = Segment("rope", stored.rope.values, qk_rope_head_dim, end, stored.rope.uses_k_scale)
+        rope = Segment("rope", layout.rope.values, qk_rope_head_dim, end)
     return RowFormat(layout, kv_lora_rank, qk_rope_head_dim, align_bytes, nope, scale, rope)

@@ -74,25 +74,24 @@ def test_byte_table(layout, rank, rope):
     assert unpadded.padding_bytes == 0
 
 
-#: Layout: packed, narrow, decoded, divided by k_scale; values per scale; dtype that SGLang sees, for dense
-#: models and for models with sparse attention.
+#: Layout: packed, narrow, divided by k_scale; values per scale; dtype that SGLang sees, for dense models and
+#: for models with sparse attention.
 PROPERTIES = {
-    BF16: (False, False, False, False, 0, "bfloat16", "bfloat16"),
-    FP8: (False, True, True, True, 0, "fp8_e4m3", "fp8_e4m3"),
-    BLOCK: (True, True, True, False, 128, "bfloat16", "fp8_e4m3"),
-    FP4: (True, True, True, False, 16, "bfloat16", "bfloat16"),
-    FP4_FP8: (True, True, True, False, 16, "bfloat16", "bfloat16"),
+    BF16: (False, False, False, 0, "bfloat16", "bfloat16"),
+    FP8: (False, True, True, 0, "fp8_e4m3", "fp8_e4m3"),
+    BLOCK: (True, True, False, 128, "bfloat16", "fp8_e4m3"),
+    FP4: (True, True, False, 16, "bfloat16", "bfloat16"),
+    FP4_FP8: (True, True, False, 16, "bfloat16", "bfloat16"),
 }
 
 
 def test_properties():
     assert list(MLAKVCacheLayout) == list(PROPERTIES)  # a new layout has its line, and its lines of TABLE
     assert {layout for layout, *_ in TABLE} == set(MLAKVCacheLayout)
-    for layout, (packed, narrow, decoded, divided, values_per_scale, dense, sparse) in PROPERTIES.items():
+    for layout, (packed, narrow, divided, values_per_scale, dense, sparse) in PROPERTIES.items():
         fmt = layout.row_format(512, 64)
-        assert (layout.is_packed, layout.is_narrow, layout.needs_decoding) == (packed, narrow, decoded)
+        assert (layout.is_packed, layout.is_narrow) == (packed, narrow)
         assert layout.uses_k_scale == divided
-        assert [s.name for s in fmt.segments if s.uses_k_scale] == (["nope", "rope"] if divided else [])
         assert layout.is_sglang_native == (layout is BF16)
         assert fmt.scale_block_values == values_per_scale
         assert (layout.sglang_kv_cache_dtype(), layout.sglang_kv_cache_dtype(is_dsa=True)) == (dense, sparse)
@@ -120,9 +119,9 @@ def test_a_table_without_a_line_for_a_layout_is_refused():
 def test_a_record_that_kernels_cannot_read_fails_at_import(latent, rope, problem, monkeypatch):
     """A record in layout.py with such segments: the import fails."""
     file = ROOT / "sgl_kvpool" / "layout.py"
-    stored = "_Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.E4M3)"
+    stored = '"fp4_fp8_rope", _E.E2M1_IN_BLOCKS, _E.E4M3'
     assert stored in file.read_text()
-    text = file.read_text().replace(stored, f"_Record(latent=_E.{latent}, rope=_E.{rope})")
+    text = file.read_text().replace(stored, f'"fp4_fp8_rope", _E.{latent}, _E.{rope}')
     module = types.ModuleType("with_another_record")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(ValueError, match=problem):
@@ -130,11 +129,10 @@ def test_a_record_that_kernels_cannot_read_fails_at_import(latent, rope, problem
 
 
 def test_parse():
-    assert MLAKVCacheLayout.parse("fp4") is FP4
-    assert MLAKVCacheLayout.parse(FP4) is FP4
+    assert MLAKVCacheLayout("fp4") is FP4
     assert str(BLOCK) == "fp8_block_scale"
     with pytest.raises(ValueError, match=rf"'nvfp4'.*{', '.join(map(str, MLAKVCacheLayout))}$"):
-        MLAKVCacheLayout.parse("nvfp4")
+        MLAKVCacheLayout("nvfp4")
 
 
 @pytest.mark.parametrize("rank", [0, -128, 64, 192, 576])

@@ -34,8 +34,8 @@ MUTATIONS = {
     ),
     "two axes swapped": (
         "memory/arrangement.py",
-        'KVArrangement.TOKEN_MAJOR: "BNLC",',
-        'KVArrangement.TOKEN_MAJOR: "BLNC",',
+        'TOKEN_MAJOR = "token_major", "BNLC"',
+        'TOKEN_MAJOR = "token_major", "BLNC"',
         "tests/memory/test_arrangement.py::test_b1_b4_every_byte_has_its_own_place_and_every_place_its_byte",
     ),
     "two strides swapped": (

@@ -58,7 +58,7 @@ _QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16, 64), 64: (64, 32)}
 
 def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[TileConfig]:
     """Tiles to compare for a number of query heads, those of the table first; on a CPU only Triton's."""
-    shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
+    shapes = _BF16_SHAPES if layout.latent is SegmentEncoding.BF16 else _DECODED_SHAPES
     wanted = _QUERY_HEADS.get(heads, (16,))
     kernels = ("gluon", "triton") if on_gpu else ("triton",)
     found = [

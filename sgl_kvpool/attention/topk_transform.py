@@ -146,7 +146,7 @@ def select_topk_transform(
     """
     mode = getattr(forward_mode, "name", forward_mode)
     index_kpool = whole_number("index_kpool", index_kpool)
-    return _select(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl, mode, index_kpool)
+    return _select(MLAKVCacheLayout(layout), prefill_impl, decode_impl, mode, index_kpool)
 
 
 @cache
@@ -195,7 +195,7 @@ def check_combination(
     """
     for mode in modes:
         select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
-    layout = MLAKVCacheLayout.parse(layout)
+    layout = MLAKVCacheLayout(layout)
     if index_kpool > 1 and not _is_kpool_pair_of_ours(layout, prefill_impl, decode_impl):
         _check_kpool_readers(layout, prefill_impl, decode_impl, modes)
 

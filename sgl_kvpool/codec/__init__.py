@@ -170,7 +170,7 @@ def fake_quant(
         if values is not None and values.dim() != 2:
             raise ValueError(f"{name} has {values.dim()} dimensions, expected [tokens, values]; reshape it")
     rope_values = 0 if k_rope is None else k_rope.shape[-1]
-    fmt = MLAKVCacheLayout.parse(layout).row_format(k_nope.shape[-1], rope_values)
+    fmt = MLAKVCacheLayout(layout).row_format(k_nope.shape[-1], rope_values)
     checks.output_dtype(k_nope.dtype)
     if k_rope is not None:
         checks.allowed_dtype(k_rope, "k_rope", (k_nope.dtype,), on=" beside k_nope of this dtype")

@@ -159,7 +159,7 @@ def scale(k_scale: float, fmt: RowFormat) -> float:
             f"k_scale={k_scale!r} is {rounded!r} in float32, which is not finite and positive; "
             "pass the layer's scale, or 1.0 for a model without KV scales"
         )
-    return rounded if fmt.uses_k_scale else 1.0
+    return rounded if fmt.layout.uses_k_scale else 1.0
 
 
 def finite(

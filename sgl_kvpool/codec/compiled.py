@@ -32,17 +32,12 @@ check_encodings(_ROPE_IDS, "_ROPE_IDS of sgl_kvpool/codec/compiled.py", ["rope"]
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-def latent_id(fmt: RowFormat) -> int:
-    """Id of a format's latent encoding, `Latent` of csrc/row_conversion.h."""
-    return _LATENT_IDS[fmt.nope.encoding, None if fmt.scale is None else fmt.scale.encoding]
-
-
 @cache
 def row_layout(fmt: RowFormat) -> torch.Tensor:
     """Fields of a format as `RowLayout` of csrc/row_conversion.h, int64."""
-    scale, rope = fmt.scale, fmt.rope
+    scale, rope, latent = fmt.scale, fmt.rope, fmt.layout.latent
     fields = [
-        latent_id(fmt),
+        _LATENT_IDS[latent.values, latent.scales],
         0 if rope is None else _ROPE_IDS[rope.encoding, None],
         fmt.nope.count,
         0 if rope is None else rope.count,
@@ -51,8 +46,7 @@ def row_layout(fmt: RowFormat) -> torch.Tensor:
         0 if rope is None else rope.offset_bytes,
         fmt.payload_bytes,
         fmt.row_bytes,
-        int(fmt.nope.uses_k_scale),
-        0 if rope is None else int(rope.uses_k_scale),
+        *[int(fmt.layout.uses_k_scale)] * 2,  # of the latent and of the rope
     ]
     # On the CPU also if torch has another default device.
     return torch.tensor(fields, dtype=torch.int64, device="cpu")

@@ -33,9 +33,9 @@ class _Scratch:
         return buffer[:count].view(shape)
 
 
-# An encoder takes bf16 [tokens, count], the values per stored scale (0 without scales) and the divisor of the
-# values (1.0 without a k_scale); it returns the bytes of the values and of the scales (None without scales),
-# uint8 [tokens, size_bytes].
+# An encoder takes bf16 [tokens, count], the values per stored scale (0 without scales) and k_scale (1.0 for
+# layouts without); it returns the bytes of the values and of the scales (None without scales), uint8 [tokens,
+# size_bytes].
 
 _Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -158,12 +158,12 @@ def encode_rows(
     rows[:, fmt.payload_bytes :] = 0
     encode_nope = _ENCODERS[fmt.nope.encoding, _scale_encoding(fmt)]
     for chunk in _chunks(rows):
-        codes, scales = encode_nope(k_nope[chunk], fmt.scale_block_values, fmt.nope.divisor(k_scale))
+        codes, scales = encode_nope(k_nope[chunk], fmt.scale_block_values, k_scale)
         _bytes_of(rows[chunk], fmt.nope).copy_(codes)
         if fmt.scale is not None and scales is not None:
             _bytes_of(rows[chunk], fmt.scale).copy_(scales)
         if fmt.rope is not None and k_rope is not None:
-            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[chunk], 0, fmt.rope.divisor(k_scale))
+            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[chunk], 0, k_scale)
             _bytes_of(rows[chunk], fmt.rope).copy_(codes)
 
 
@@ -217,11 +217,10 @@ def gather_parts(
             torch.index_select(words, 0, slots[chunk].clamp(min=0), out=dense)
         rows = dense.view(torch.uint8)
         scales = None if fmt.scale is None else _bytes_of(rows, fmt.scale)
-        nope_scale = fmt.nope.divisor(k_scale)
-        decode_nope(_bytes_of(rows, fmt.nope), scales, nope_scale, nope_out[chunk], scratch)
+        decode_nope(_bytes_of(rows, fmt.nope), scales, k_scale, nope_out[chunk], scratch)
         if fmt.rope is not None and rope_out is not None:
-            codes, rope_scale = _bytes_of(rows, fmt.rope), fmt.rope.divisor(k_scale)
-            _DECODERS[fmt.rope.encoding, None](codes, None, rope_scale, rope_out[chunk], scratch)
+            codes = _bytes_of(rows, fmt.rope)
+            _DECODERS[fmt.rope.encoding, None](codes, None, k_scale, rope_out[chunk], scratch)
     if slots is not None:
         absent = (slots < 0).nonzero().squeeze(-1)
         if len(absent):

@@ -68,8 +68,7 @@ def store_kernel(
     SCALE_AT: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
-    NOPE_BY_K_SCALE: tl.constexpr,  # whether latent values are divided by k_scale
-    ROPE_BY_K_SCALE: tl.constexpr,
+    BY_K_SCALE: tl.constexpr,  # whether values are divided by k_scale
     PADDING_AT: tl.constexpr,
     PADDING: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -80,7 +79,7 @@ def store_kernel(
     token, rows, _exists, live = _row_pointers(
         rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS
     )
-    divisor = k_scale if NOPE_BY_K_SCALE else None
+    divisor = k_scale if BY_K_SCALE else None
     values = nope_ptr.to(tl.pointer_type(tl.int16)) + token * nope_stride
     for first in tl.static_range(0, R, CHUNK):
         bits = tl.load(values + first + tl.arange(0, CHUNK)[None, :], mask=live, other=0)
@@ -88,7 +87,6 @@ def store_kernel(
     if P > 0:
         values = rope_ptr.to(tl.pointer_type(tl.int16)) + token * rope_stride
         bits = tl.load(values + tl.arange(0, P)[None, :], mask=live, other=0)
-        divisor = k_scale if ROPE_BY_K_SCALE else None
         store_values(bits, rows, live, divisor, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE)
     if PADDING > 0:
         tail = tl.arange(0, 16)[None, :]  # alignments are at most 16 bytes here
@@ -101,9 +99,8 @@ def gather_kernel(
     rows_ptr, slots_ptr, nope_ptr, rope_ptr, tokens, row_count, row_stride, slots_stride, nope_stride,
     rope_stride, k_scale, R: tl.constexpr, P: tl.constexpr, NOPE: tl.constexpr, NOPE_AT: tl.constexpr,
     SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_AT: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_AT: tl.constexpr, NOPE_BY_K_SCALE: tl.constexpr, ROPE_BY_K_SCALE: tl.constexpr,
-    PADDING_AT: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
-    NATIVE: tl.constexpr,
+    ROPE_AT: tl.constexpr, BY_K_SCALE: tl.constexpr, PADDING_AT: tl.constexpr, PADDING: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Decode the row of each token; write zeros for a token without a row.
 
@@ -113,14 +110,13 @@ def gather_kernel(
         rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS
     )
     DTYPE: tl.constexpr = nope_ptr.dtype.element_ty
-    divisor = k_scale if NOPE_BY_K_SCALE else None
+    divisor = k_scale if BY_K_SCALE else None
     out = nope_ptr + token * nope_stride
     for first in tl.static_range(0, R, CHUNK):
         x = load_as(rows, live, divisor, first, CHUNK, NOPE, NOPE_AT, SCALE, BLOCK, SCALE_AT, NATIVE, DTYPE)
         tl.store(out + first + tl.arange(0, CHUNK)[None, :], x, mask=exists)
     if P > 0:
         out = rope_ptr + token * rope_stride
-        divisor = k_scale if ROPE_BY_K_SCALE else None
         x = load_as(rows, live, divisor, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE, DTYPE)
         tl.store(out + tl.arange(0, P)[None, :], x, mask=exists)
 
@@ -151,8 +147,7 @@ def geometry(fmt: RowFormat) -> dict[str, Any]:
         "SCALE_AT": offset(fmt.scale),
         "ROPE": name(fmt.rope),
         "ROPE_AT": offset(fmt.rope),
-        "NOPE_BY_K_SCALE": fmt.nope.uses_k_scale,
-        "ROPE_BY_K_SCALE": fmt.rope is not None and fmt.rope.uses_k_scale,
+        "BY_K_SCALE": fmt.layout.uses_k_scale,
         "PADDING_AT": fmt.payload_bytes,
         "PADDING": fmt.padding_bytes,
         "CHUNK": min(rank & -rank, _MAX_CHUNK),

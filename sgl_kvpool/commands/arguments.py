@@ -35,7 +35,7 @@ def add_layouts(parser: argparse._ActionsContainer, which: str) -> None:
 
 def _layouts(text: str) -> list[MLAKVCacheLayout]:
     try:
-        return list(dict.fromkeys(MLAKVCacheLayout.parse(name.strip()) for name in text.split(",")))
+        return list(dict.fromkeys(MLAKVCacheLayout(name.strip()) for name in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -35,7 +35,7 @@ def allocate_cross_layer(
     ValueError: for an empty list of layers, a name used twice, pages of different numbers of tokens, or a
       page that the arrangement cannot split.
     """
-    arrangement = KVArrangement.parse(arrangement)
+    arrangement = KVArrangement(arrangement)
     names = [layer.name for members in sets for layer in members]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"layers {names}: give at least one, and each once")

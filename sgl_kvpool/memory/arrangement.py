@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.refusal import whole_number
@@ -33,35 +33,32 @@ if TYPE_CHECKING:
 
 
 @enum.unique
-class KVArrangement(str, enum.Enum):
-    """Order of the axes. The value is the name in arguments; all but `head_major` are on the command line."""
+class KVArrangement(enum.StrEnum):
+    """Order of the axes. The value is the name in arguments; all but `head_major` are on the command line.
 
-    LAYER_MAJOR = "layer_major"
-    TOKEN_MAJOR = "token_major"
-    PAGE_MAJOR = "page_major"
-    HEAD_MAJOR = "head_major"
+    `axes`: Axes from the outermost to the innermost, of L, B, N, H, C.
+    """
 
-    def __str__(self) -> str:
-        return self.value
+    axes: str
+
+    LAYER_MAJOR = "layer_major", "LBNC"
+    TOKEN_MAJOR = "token_major", "BNLC"
+    PAGE_MAJOR = "page_major", "BLNC"
+    HEAD_MAJOR = "head_major", "BHLC"
+
+    def __new__(cls, value: str, axes: str = "") -> KVArrangement:  # mypy: look-ups have one argument
+        arrangement = str.__new__(cls, value)
+        arrangement._value_, arrangement.axes = value, axes
+        return arrangement
 
     @classmethod
-    def parse(cls, value: str | KVArrangement) -> KVArrangement:
-        """Arrangement named by a string; ValueError that lists the names otherwise."""
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(member.value for member in cls)
-            raise ValueError(f"unknown KV cache arrangement {value!r}; choose one of: {names}") from None
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"unknown KV cache arrangement {value!r}; choose one of: {', '.join(cls)}")
 
     @classmethod
     def of_rows(cls) -> tuple[KVArrangement, ...]:
         """Arrangements for rows without a head axis."""
         return tuple(member for member in cls if "H" not in member.axes)
-
-    @property
-    def axes(self) -> str:
-        """Axes from the outermost to the innermost, of L, B, N, H, C."""
-        return _AXES[self]
 
     @property
     def is_slot_linear(self) -> bool:
@@ -102,14 +99,6 @@ def rows_of_slots(slots: torch.Tensor, page: PageStride | None) -> torch.Tensor:
     return (rows + pages * (rows_per_page - page_size_tokens)).where(slots >= 0, slots)
 
 
-_AXES = {
-    KVArrangement.LAYER_MAJOR: "LBNC",
-    KVArrangement.TOKEN_MAJOR: "BNLC",
-    KVArrangement.PAGE_MAJOR: "BLNC",
-    KVArrangement.HEAD_MAJOR: "BHLC",
-}
-
-
 @dataclass(frozen=True)
 class RowPlacement:
     """Addresses of the rows of `layers` layers with the same row size in one buffer.
@@ -126,7 +115,7 @@ class RowPlacement:
     row_bytes: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "arrangement", KVArrangement.parse(self.arrangement))
+        object.__setattr__(self, "arrangement", KVArrangement(self.arrangement))
         if self.arrangement not in KVArrangement.of_rows():
             raise ValueError(f"{self.arrangement} splits pages by head, and rows have one; use page_major")
         for name in ("layers", "pages", "page_size_tokens", "row_bytes"):

@@ -167,7 +167,7 @@ def is_from_command_line(server_args: Any) -> bool:
 def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
     """Layout that a resolved `ServerArgs` requests; None for SGLang's own pool."""
     value = getattr(server_args, LAYOUT.attribute, None) or AUTO
-    return None if value == AUTO else MLAKVCacheLayout.parse(value)
+    return None if value == AUTO else MLAKVCacheLayout(value)
 
 
 def arrangement_of(server_args: Any) -> KVArrangement:
@@ -187,7 +187,7 @@ def host_tier_of(server_args: Any) -> HostTierOptions:
 def choose_arrangement(requested: str) -> KVArrangement:
     """Arrangement for a value of --kv-cache-arrangement."""
     if requested != AUTO:
-        return KVArrangement.parse(requested)
+        return KVArrangement(requested)
     # Layer-major rows lie as in SGLang's own pool, and all readers support them. Reads of the other two have
     # not been measured on a GPU.
     return KVArrangement.LAYER_MAJOR

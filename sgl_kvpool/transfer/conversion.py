@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
-from sgl_kvpool.codec.compiled import latent_id, row_layout
+from sgl_kvpool.codec.compiled import row_layout
 from sgl_kvpool.layout import (
     KV_LORA_RANK_MULTIPLE,
     QK_ROPE_HEAD_DIMS,
@@ -138,9 +138,7 @@ class RowConversion:
         if self.target.rope is not None and self.target.rope.encoding is not Encoding.BF16:
             rope = _finite(rope)
         converted = encode_rows(nope, rope, self.target, k_scale=k_scale)
-        if latent_id(self.source) == latent_id(self.target) and (
-            self.source.nope.uses_k_scale == self.target.nope.uses_k_scale
-        ):
+        if self.source.layout.latent is self.target.layout.latent:
             for mine, theirs in zip(_latent(self.source), _latent(self.target), strict=True):
                 converted[:, theirs] = rows[:, mine]
         return converted

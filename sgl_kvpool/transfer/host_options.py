@@ -47,4 +47,4 @@ class HostTierOptions:
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
         """Layout of the host's rows for a pool of layout `device`."""
-        return device if self.layout == SAME else MLAKVCacheLayout.parse(self.layout)
+        return device if self.layout == SAME else MLAKVCacheLayout(self.layout)

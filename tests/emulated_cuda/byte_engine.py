@@ -64,7 +64,7 @@ def main(device, layout, **options):
     prompts = json.loads((root / "tests/engine/goldens.json").read_text())["prompts"][:3]
     model = root / "sgl_kvpool/demo/byte_mla_python"
     options = COMMON | ON[device] | options
-    if device == "cuda" and not MLAKVCacheLayout.parse(layout).is_packed:
+    if device == "cuda" and not MLAKVCacheLayout(layout).is_packed:
         # `layer_major` rows have SGLang's own host tier there, whose kernels the device does not run.
         options["kv_cache_arrangement"] = "page_major"
     engine = sglang.Engine(model_path=str(model), device=device, kv_cache_layout=layout, **options)

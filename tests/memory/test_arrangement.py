@@ -91,11 +91,11 @@ def test_row_numbers_beyond_int32():
 
 
 def test_names():
-    assert KVArrangement.parse("page_major") is KVArrangement.PAGE_MAJOR
+    assert KVArrangement("page_major") is KVArrangement.PAGE_MAJOR
     with pytest.raises(
         ValueError, match="'nhd'; choose one of: layer_major, token_major, page_major, head_major"
     ):
-        KVArrangement.parse("nhd")
+        KVArrangement("nhd")
     assert [str(member) for member in KVArrangement.of_rows()] == list(ORDER)
     with pytest.raises(ValueError, match="head_major splits pages by head, and rows have one"):
         RowPlacement(KVArrangement.HEAD_MAJOR, 1, 1, 1, 1)

@@ -92,7 +92,7 @@ def check(server_args: Any) -> dict[options.Option, str]:
     if requested[options.LAYOUT] == options.LAYOUT.default:
         _check_without_layout(requested, server_args)
         return requested
-    layout = MLAKVCacheLayout.parse(requested[options.LAYOUT])
+    layout = MLAKVCacheLayout(requested[options.LAYOUT])
     _check_types(server_args)
     check_features(layout, options.choose_arrangement(requested[options.ARRANGEMENT]), server_args)
     _check_dtype(layout, server_args.kv_cache_dtype)

@@ -37,8 +37,8 @@ class PoolOptions:
     host_tier: HostTierOptions = field(default_factory=HostTierOptions)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", MLAKVCacheLayout.parse(self.layout))
-        object.__setattr__(self, "arrangement", KVArrangement.parse(self.arrangement))
+        object.__setattr__(self, "layout", MLAKVCacheLayout(self.layout))
+        object.__setattr__(self, "arrangement", KVArrangement(self.arrangement))
         object.__setattr__(self, "k_scales", _checked_k_scales(self.k_scales or {}))
 
 
