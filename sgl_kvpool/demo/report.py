@@ -1,7 +1,6 @@
 """The demo's results as a table, as JSON and as a plot. Imports neither torch nor SGLang."""
 
 import json
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -203,15 +202,3 @@ def _draw_changes(axes: Any, results: Sequence[Result]) -> None:
     for place, (result, value, error) in enumerate(zip(results, percent, errors, strict=True)):
         text = "reference" if result.difference is None else f"{_percent(result.difference)} ({error:.2f})"
         axes.annotate(text, (max(value, 0) + error, place), (6, 0), textcoords="offset points", va="center")
-
-
-def main() -> int:
-    """Draw a committed JSON again: `python -m sgl_kvpool.demo.report demo.json demo.png TITLE`."""
-    source, path, title = sys.argv[1:]
-    facts = json.loads(Path(source).read_text(encoding="utf-8"))
-    write_plot(Path(path), read_results(facts), title, facts)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.demo import mooncake_libraries
-from sgl_kvpool.demo.mooncake_libraries import library_path
+from sgl_kvpool.demo.cluster import mooncake_store
+from sgl_kvpool.demo.cluster.mooncake_store import library_path
 
 
 @pytest.fixture
 def nothing_loads(monkeypatch, tmp_path):
     """A machine without any of the libraries, and an empty cache folder."""
-    monkeypatch.setattr(mooncake_libraries, "_loads", lambda name: False)
+    monkeypatch.setattr(mooncake_store, "_loads", lambda name: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
 
@@ -40,13 +40,13 @@ def test_every_library_is_linked_once(nothing_loads, tmp_path):
 
 
 def test_nothing_is_added_where_all_of_them_are(monkeypatch):
-    monkeypatch.setattr(mooncake_libraries, "_loads", lambda name: True)
+    monkeypatch.setattr(mooncake_store, "_loads", lambda name: True)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
     assert library_path() == "/somewhere"
 
 
 def test_without_nixl_the_missing_ones_are_named(nothing_loads, monkeypatch):
-    monkeypatch.setattr(mooncake_libraries, "_nixl_libraries", lambda: None)
+    monkeypatch.setattr(mooncake_store, "_nixl_libraries", lambda: None)
     missing = r"libibverbs\.so\.1, libnuma\.so\.1, libcurl\.so\.4"
     with pytest.raises(ValueError, match=rf"needs {missing}, .*distributed"):
         library_path()

@@ -33,10 +33,10 @@ import weight_servers
 from programs import clean_environment, printed_by, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
 
+from sgl_kvpool.demo.cluster.mooncake_store import library_path
 from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.model import held_out_windows
 from sgl_kvpool.demo.model import model_path as shipped_model_path
-from sgl_kvpool.demo.mooncake_libraries import library_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port, serve_command
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 

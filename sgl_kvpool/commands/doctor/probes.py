@@ -11,10 +11,12 @@ import mmap
 import os
 import platform
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +238,7 @@ def host() -> Finding:
         {
             "memlock_soft_bytes": None if soft == resource.RLIM_INFINITY else soft,
             "memlock_hard_bytes": None if hard == resource.RLIM_INFINITY else hard,
-            "memory_bytes": None,
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE,
             "free_bytes": None,
             "host_tier_bytes": None,
             "compiler": shutil.which(os.environ.get("CXX", "c++")),
@@ -254,17 +256,15 @@ def host() -> Finding:
             f"at most {soft} bytes of memory may be locked (ulimit -l): registering a host pool with a "
             "network card (RDMA) may fail; raise it with `ulimit -l unlimited` or LimitMEMLOCK=infinity"
         )
+    spec = find_spec("sglang")
+    package = Path() if spec is None or spec.origin is None else Path(spec.origin).parent
     try:
-        import psutil
-    except ImportError as error:
-        finding.problems.append(
-            f"free memory is unknown ({error}): pip install psutil, which SGLang needs too"
-        )
+        # SGLang's own number. Its file is run alone, because importing SGLang takes 10 s.
+        names = runpy.run_path(str(package / "srt" / "mem_cache" / "host_memory.py"))
+    except (ImportError, OSError) as error:
+        finding.problems.append(f"free memory is unknown ({error}): reinstall SGLang, and psutil for it")
         return finding
-    memory = psutil.virtual_memory()
-    limited = cgroup_free_bytes()
-    finding.facts["memory_bytes"] = memory.total
-    free = memory.available if limited is None else min(memory.available, limited)
+    free = names["available_host_memory_bytes"](allow_cgroup_fallback=True)
     finding.facts["free_bytes"] = free
     finding.facts["host_tier_bytes"] = max(0, free - RESERVED_BYTES)
     if free <= RESERVED_BYTES:
@@ -296,44 +296,6 @@ def _numa() -> dict[str, Any]:
         problem = interleave(ctypes.addressof(view), mmap.PAGESIZE, nodes)
         del view  # the mapping cannot be closed while a view exists
     return {"NUMA nodes": len(nodes) or None, "mbind": "works" if problem is None else problem}
-
-
-def cgroup_free_bytes(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Free bytes under the tightest memory limit of this process's control groups; None without a limit.
-
-    File pages that the kernel can drop (`inactive_file`) count as free. Both versions of control groups are
-    supported; a container sees its own group as `root`.
-    """
-    try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        lines = []
-    free: list[int] = []
-    for controllers, mount, limit, use in (
-        ("", root, "memory.max", "memory.current"),
-        ("memory", root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        paths = [line[2] for line in lines if len(line) == 3 and controllers in line[1].split(",")]
-        for group in {Path(path.lstrip("/")) for path in paths} | {Path()}:
-            for folder in (mount / group, *(mount / parent for parent in group.parents)):
-                left = _free_in(folder, limit, use)
-                if left is not None:
-                    free.append(left)
-    return min(free, default=None)
-
-
-def _free_in(folder: Path, limit: str, use: str) -> int | None:
-    """Free bytes of one control group; None if it sets no limit or does not exist."""
-    try:
-        # Without a limit, version 2 has "max" and version 1 a number near 2^63.
-        allowed, taken = int((folder / limit).read_text()), int((folder / use).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    droppable = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-    return None if allowed >= 2**62 else max(0, allowed - taken + droppable)
 
 
 def in_child(name: str) -> Finding:
