@@ -7,7 +7,6 @@ scheduler calls if the server was started with `--enable-metrics`, exposes the c
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from sgl_kvpool.events import FAILURES, METRICS, UNCACHED
@@ -22,10 +21,10 @@ _before_publish: Counter[str] = Counter()
 _logged: set[str] = set()
 
 
-def publish(*, layout: str, host_layout: str, arrangement: str, backend: str, dcp_size: int) -> None:
+def publish(**labels: str | int) -> None:
     """Expose the counts, and set `sgl_kvpool_info`. A second call in the same process only sets it again.
 
-    The arguments are values of the labels; `host_layout` is "none" without a host tier.
+    `labels` are those of `sgl_kvpool_info` without the version.
     """
     # Imported late: it reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers.
     import prometheus_client
@@ -41,25 +40,17 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str, dc
             _metrics["failures"].labels(kind=kind).inc(_before_publish.pop(kind, 0))
         for reason in UNCACHED:
             _metrics["uncached"].labels(reason=reason).inc(_before_publish.pop(reason, 0))
-    _metrics["info"].labels(
-        layout=layout,
-        host_layout=host_layout,
-        arrangement=arrangement,
-        backend=backend,
-        dcp_size=dcp_size,
-        version=VERSION,
-    ).set(1)
+    _metrics["info"].labels(**labels, version=VERSION).set(1)
 
 
 def transferred(direction: str, engine: str, size_bytes: int, seconds: float) -> None:
     """Count a transfer, from its start until its bytes have arrived."""
     if not _metrics:
         return
-    labels: Mapping[str, str] = {"direction": direction, "engine": engine}
-    _metrics["bytes"].labels(**labels).inc(size_bytes)
-    _metrics["seconds"].labels(**labels).inc(seconds)
+    _metrics["bytes"].labels(direction, engine).inc(size_bytes)
+    _metrics["seconds"].labels(direction, engine).inc(seconds)
     if seconds > 0:
-        _metrics["rate"].labels(**labels).set(size_bytes / seconds / 1e9)
+        _metrics["rate"].labels(direction, engine).set(size_bytes / seconds / 1e9)
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:

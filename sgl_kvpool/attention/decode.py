@@ -137,11 +137,11 @@ def mla_decode(
     if out is None:
         out = q.new_empty((tokens, heads, rank))
     else:
-        decode_checks.output(out, "out", (tokens, heads, rank), q.dtype, pool)
+        checks.output(out, "out", (tokens, heads, rank), q.dtype, pool)
     if lse is None:
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
     else:
-        decode_checks.output(lse, "lse", (tokens, heads), torch.float32, pool)
+        checks.output(lse, "lse", (tokens, heads), torch.float32, pool, dense=False)
 
     params = decode_checks.DecodeParams(
         q=q_nope, q_rope=q_rope, pool=pool, kv_indices=kv_indices, kv_lens=kv_lens, list_index=list_index,

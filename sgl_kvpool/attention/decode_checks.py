@@ -142,26 +142,6 @@ def scale(value: float) -> float:
     return value
 
 
-def output(
-    tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pool: torch.Tensor
-) -> None:
-    """Check a tensor that is written; only `out` must have contiguous values in a head."""
-    if tensor.dtype != dtype:
-        raise TypeError(
-            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; allocate another"
-        )
-    if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, expected {shape}; slice or reshape it to that"
-        )
-    if name == "out" and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"out has stride {tensor.stride(-1)} between the values of a head, expected 1; allocate another"
-        )
-    checks.same_device(pool, "pool", tensor, name)
-    checks.without_overlap(tensor, name)
-
-
 def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
     """Check the kernel's requirements on rows and device."""
     capability = torch.cuda.get_device_capability(pool.device)

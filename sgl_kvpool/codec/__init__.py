@@ -117,7 +117,7 @@ def gather_rows(
     if out is None:
         out = torch.empty(len(slots), fmt.head_dim, dtype=dtype, device=pool.device)
     else:
-        checks.output(out, "out", len(slots), fmt.head_dim, dtype, pool)
+        checks.output(out, "out", (len(slots), fmt.head_dim), dtype, pool)
     _backend(pool).gather_parts(pool, slots, fmt, *_split(out, fmt), k_scale)
     return out
 
@@ -142,10 +142,10 @@ def gather_parts(
     checks.slots(slots, None, pool)
     checks.output_dtype(nope_out.dtype)
     k_scale = checks.scale(k_scale, fmt)
-    checks.output(nope_out, "nope_out", len(slots), fmt.kv_lora_rank, nope_out.dtype, pool)
+    checks.output(nope_out, "nope_out", (len(slots), fmt.kv_lora_rank), nope_out.dtype, pool)
     rope_out = checks.optional_rope(rope_out, fmt, name="rope_out")
     if rope_out is not None:
-        checks.output(rope_out, "rope_out", len(slots), fmt.qk_rope_head_dim, nope_out.dtype, pool)
+        checks.output(rope_out, "rope_out", (len(slots), fmt.qk_rope_head_dim), nope_out.dtype, pool)
     _backend(pool).gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
 
 

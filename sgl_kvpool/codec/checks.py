@@ -24,13 +24,13 @@ def allowed_dtype(tensor: torch.Tensor, name: str, allowed: tuple[torch.dtype, .
         )
 
 
-def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None) -> None:
+def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat) -> None:
     """Check for two axes, the expected width, and a stride of 1 within a row."""
     if tensor.dim() != 2 or tensor.shape[1] != columns:
         of = f" for {fmt.tag}" if fmt is not None else ""
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}){of}; reshape it, "
-            "or build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
+            f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}) for {fmt.tag}; reshape "
+            "it, or build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
         )
     if columns > 1 and tensor.numel() and tensor.stride(1) != 1:
         raise ValueError(
@@ -120,19 +120,23 @@ def output_dtype(dtype: torch.dtype) -> None:
 
 
 def output(
-    tensor: torch.Tensor, name: str, tokens: int, columns: int, dtype: torch.dtype, rows: torch.Tensor
-) -> None:
+    tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pool: torch.Tensor,
+    *, dense: bool = True,
+) -> None:  # fmt: skip
+    """Check a tensor to be written; if `dense`, values along its last axis have to be contiguous."""
     if tensor.dtype != dtype:
         raise TypeError(
-            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; pass dtype={name}.dtype "
-            f"or another {name}"
+            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; allocate another"
         )
-    _matrix(tensor, name, columns, None)
-    if len(tensor) != tokens:
+    if tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{name} has {len(tensor)} rows for {tokens} slots; pass {name}[:{tokens}] or allocate that many"
+            f"{name} has shape {tuple(tensor.shape)}, expected {shape}; slice or reshape it to that"
         )
-    same_device(rows, "pool", tensor, name)
+    if dense and shape[-1] > 1 and tensor.numel() and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} between values, expected 1; allocate another"
+        )
+    same_device(pool, "pool", tensor, name)
     without_overlap(tensor, name)
 
 

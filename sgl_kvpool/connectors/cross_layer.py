@@ -79,50 +79,12 @@ class LayerPages:
 class CrossLayerGroup:
     """Layers with the same pages and the same backend in one int8 tensor; see the module's docstring.
 
-    `arrangement`: `page_major`, `token_major` or `head_major`.
-    `tensor` int8, contiguous.
-    `layers`: For each set the layer at each position; None is a hole.
-    ValueError: if the tensor does not have the size that the layers need, or these may not share it; the
-      message names the layer or the tensor and the error.
+    Made by `allocate_cross_layer`. `layers`: For each set the layer at each position; None is a hole.
     """
 
     arrangement: KVArrangement
     tensor: torch.Tensor
     layers: tuple[tuple[LayerPages | None, ...], ...]
-
-    def __post_init__(self) -> None:
-        if len({len(members) for members in self.layers}) != 1 or not self.layers[0]:
-            raise ValueError(
-                f"sets of {[len(m) for m in self.layers]} positions; give each the same number, at least 1"
-            )
-        present = [layer for members in self.layers for layer in members if layer is not None]
-        if not present:
-            raise ValueError("no layer at any position")
-        names = [layer.name for layer in present]
-        if len(set(names)) != len(names):
-            raise ValueError(f"a layer is listed twice: {names}")
-        first = present[0]
-        for layer in present:
-            if layer.backend is not first.backend:
-                raise ValueError(
-                    f"layers {first.name} and {layer.name} are read by different backends ({first.backend} "
-                    f"and {layer.backend}); equal sizes are not enough to share a buffer"
-                )
-            if layer.key != first.key:
-                raise ValueError(
-                    f"layers {first.name} and {layer.name} differ in page size: {first.span_bytes} and "
-                    f"{layer.span_bytes} bytes, {first.page_size_tokens} and {layer.page_size_tokens} "
-                    f"tokens, {first.heads} and {layer.heads} heads; give them buffers of their own"
-                )
-            check_chunks(self.arrangement, layer)
-        expected = shape_of(self.arrangement, first, self.tensor.shape[0], self.positions)
-        if tuple(self.tensor.shape) != expected or self.tensor.dtype != torch.int8:
-            raise ValueError(
-                f"the tensor is {self.tensor.dtype} {tuple(self.tensor.shape)}, the layers need int8 "
-                f"{expected}"
-            )
-        if not self.tensor.is_contiguous():
-            raise ValueError(f"the tensor has stride {self.tensor.stride()}; it has to be contiguous")
 
     @property
     def first(self) -> LayerPages:
