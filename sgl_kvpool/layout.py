@@ -18,7 +18,7 @@ Everything is little-endian. ``docs/rows.md`` states the arithmetic of each enco
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cache
@@ -220,20 +220,6 @@ def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
     missing = [layout.value for layout in MLAKVCacheLayout if layout not in table]
     if missing:
         raise RuntimeError(f"{name} has no line for KV cache layout {', '.join(missing)}; add one for each")
-
-
-def check_encodings(
-    table: Container[tuple[Encoding, Encoding | None]],
-    name: str,
-    segments: Sequence[str] = ("latent", "rope"),
-) -> None:
-    """As `check_complete`, for a table with the encodings of values and of scales as keys."""
-
-    def in_table(layout: MLAKVCacheLayout) -> bool:
-        stored: list[SegmentEncoding] = [getattr(layout, segment) for segment in segments]
-        return all((one.values, one.scales) in table for one in stored)
-
-    check_complete([layout for layout in MLAKVCacheLayout if in_table(layout)], name)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from sgl_kvpool import metrics
 from sgl_kvpool.codec import reference
 from sgl_kvpool.compiler import Module, cpu_flags
-from sgl_kvpool.layout import Encoding, RowFormat, check_encodings
+from sgl_kvpool.layout import Encoding, RowFormat
 
 #: Folder of the C++ sources.
 CSRC = Path(__file__).resolve().parent / "csrc"
@@ -26,8 +26,6 @@ _LATENT_IDS = {
     (Encoding.E2M1, Encoding.UE5M3): 3,
 }
 _ROPE_IDS = {(Encoding.BF16, None): 0, (Encoding.E4M3, None): 1}
-check_encodings(_LATENT_IDS, "_LATENT_IDS of sgl_kvpool/codec/compiled.py", ["latent"])
-check_encodings(_ROPE_IDS, "_ROPE_IDS of sgl_kvpool/codec/compiled.py", ["rope"])
 #: Tensor classes whose memory C++ can read.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from sgl_kvpool.codec import scalars
-from sgl_kvpool.layout import Encoding, RowFormat, Segment, check_encodings
+from sgl_kvpool.layout import Encoding, RowFormat, Segment
 
 #: Rows per chunk on a CPU: 1 MB of fp32 for a latent of 512.
 _CHUNK_ROWS = 512
@@ -92,7 +92,6 @@ _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
     (Encoding.E4M3, Encoding.FP32): _encode_e4m3_fp32,
     (Encoding.E2M1, Encoding.UE5M3): _encode_e2m1_ue5m3,
 }
-check_encodings(_ENCODERS, "_ENCODERS of sgl_kvpool/codec/reference.py")
 
 # A decoder takes the bytes of the values and of the scales (None without scales), uint8 [tokens, size_bytes]
 # views of dense rows, and k_scale; it writes `out`, [tokens, count] of any float dtype.
@@ -148,7 +147,6 @@ _DECODERS: dict[tuple[Encoding, Encoding | None], Callable[..., None]] = {
     (Encoding.E4M3, Encoding.FP32): _decode_e4m3,
     (Encoding.E2M1, Encoding.UE5M3): _decode_e2m1_ue5m3,
 }
-check_encodings(_DECODERS, "_DECODERS of sgl_kvpool/codec/reference.py")
 
 
 def encode_rows(

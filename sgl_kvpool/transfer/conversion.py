@@ -7,21 +7,13 @@ does this with the codec, for engine `torch`; the other engines do it with `code
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.codec.compiled import row_layout
-from sgl_kvpool.layout import (
-    KV_LORA_RANK_MULTIPLE,
-    QK_ROPE_HEAD_DIMS,
-    Encoding,
-    MLAKVCacheLayout,
-    RowFormat,
-    SegmentEncoding,
-)
+from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
 from sgl_kvpool.refusal import use
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 
@@ -29,23 +21,6 @@ from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 #: dense pool are padded to it. Rows of a DSA pool are not; those of 264 bytes, for instance, cannot be
 #: converted.
 CONVERTED_ALIGNMENT_BYTES = 16
-
-_E = SegmentEncoding
-
-#: Pairs of latent encodings that are converted in both directions: `for_formats` of
-#: codec/csrc/row_conversion.h compiles these pairs, and no others.
-_CONVERTED = frozenset(
-    map(
-        frozenset,
-        [
-            (_E.BF16, _E.E4M3_IN_TILES),
-            (_E.BF16, _E.E2M1_IN_BLOCKS),
-            (_E.E4M3_BY_K_SCALE, _E.E2M1_IN_BLOCKS),
-            (_E.E4M3_IN_TILES, _E.E2M1_IN_BLOCKS),
-            (_E.E2M1_IN_BLOCKS,),
-        ],
-    )
-)
 
 
 def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
@@ -74,28 +49,6 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
     )
 
 
-def _check_converted() -> None:
-    """Raise RuntimeError if a pair of layouts that `host_layout_problem` allows cannot be converted."""
-    # A row's size is linear in both numbers, so a layout is narrower here if it is for any geometry.
-    formats = [
-        layout.row_format(rank, rope, align_bytes=1)
-        for layout in MLAKVCacheLayout
-        for rank in (KV_LORA_RANK_MULTIPLE, 1024 * KV_LORA_RANK_MULTIPLE)
-        for rope in QK_ROPE_HEAD_DIMS
-    ]
-    missing = {
-        f"{device.layout} and {host}"
-        for device, host in itertools.product(formats, map(MLAKVCacheLayout, HOST_LAYOUTS[1:]))
-        if _bytes(host, device) < device.row_bytes
-        and frozenset((device.layout.latent, host.latent)) not in _CONVERTED
-    }
-    if missing:
-        raise RuntimeError(
-            f"_CONVERTED of sgl_kvpool/transfer/conversion.py has no line for {', '.join(sorted(missing))}; "
-            "add the pair of their latent encodings there and to for_formats of codec/csrc/row_conversion.h"
-        )
-
-
 def _odd_sizes(host: MLAKVCacheLayout, device: RowFormat) -> bool:
     """Whether the row size of either side rules out a conversion."""
     return any(n % CONVERTED_ALIGNMENT_BYTES for n in (_bytes(host, device), device.row_bytes))
@@ -103,9 +56,6 @@ def _odd_sizes(host: MLAKVCacheLayout, device: RowFormat) -> bool:
 
 def _bytes(layout: MLAKVCacheLayout, like: RowFormat) -> int:
     return like.in_layout(layout).row_bytes
-
-
-_check_converted()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ template <Latent kTo>
 constexpr int64_t kConvertedBytesPerThread = kTo == Latent::kE2m1 ? 256 * 1024 : 1024 * 1024;
 
 // Calls `function.template operator()<from, to>()` for the pairs that a narrower host tier needs, in both directions;
-// returns false for any other pair. _CONVERTED of ../../transfer/conversion.py lists the same pairs.
+// returns false for any other pair. A host layout takes a pair for each wider layout of the device.
 template <typename Function>
 bool for_formats(Latent from, Latent to, Function&& function) {
 #define KVPOOL_ONE_WAY(a, b)                                                      \
