@@ -1,18 +1,167 @@
-"""Metrics of this package for SGLang's Prometheus endpoint, and the log of what they count by kind.
+"""Metrics of this package for SGLang's Prometheus endpoint, and tables of what they count by kind.
 
 SGLang collects metrics of all its processes through files (prometheus_client's multi-process mode), so what a
 scheduler counts here appears under `/metrics` of the server without further setup. `publish`, which a
-scheduler calls if the server was started with `--enable-metrics`, exposes the counts.
+scheduler calls if the server was started with `--enable-metrics`, exposes the counts. `sgl-kvpool reference`
+prints the tables: failures that a server survives, and reasons for uncached pages.
 """
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool.events import FAILURES, METRICS, UNCACHED
 from sgl_kvpool.version import VERSION
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A row of these tables: the log's text, which ends with the consequence, and what the user can do."""
+
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of Prometheus, with the text of `/metrics`; `name` is without the `_total` of counters."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    #: prometheus_client's mode for a gauge of several processes; empty for a counter.
+    gauge_mode: str = ""
+
+    @property
+    def shown_name(self) -> str:
+        """Name under which `/metrics` has it."""
+        return self.name if self.gauge_mode else f"{self.name}_total"
+
+
+_TRANSFER = ("direction", "engine")
+#: Metrics by the key under which `sgl_kvpool.metrics` sets them.
+METRICS = {
+    "info": Metric(
+        "sgl_kvpool_info",
+        "Always 1; labels name what the KV cache stores; host_layout is 'none' without a host tier",
+        ("layout", "host_layout", "arrangement", "backend", "dcp_size", "version"),
+        gauge_mode="max",
+    ),
+    "bytes": Metric(
+        "sgl_kvpool_transfer_bytes",
+        "Bytes moved between device and the plugin's host tier, in the host's layout",
+        _TRANSFER,
+    ),
+    "seconds": Metric(
+        "sgl_kvpool_transfer_seconds",
+        "Seconds that transfers between device and the plugin's host tier took",
+        _TRANSFER,
+    ),
+    "rate": Metric(
+        "sgl_kvpool_transfer_gigabytes_per_second",
+        "Rate of the latest transfer, 1e9 bytes per second; on a CPU a load is one transfer per layer",
+        _TRANSFER,
+        gauge_mode="mostrecent",
+    ),
+    "failures": Metric("sgl_kvpool_failures", "Failures that the server survived, by kind", ("kind",)),
+    "uncached": Metric(
+        "sgl_kvpool_uncached_pages",
+        "Pages that were not backed up, not stored or not found, by reason",
+        ("reason",),
+    ),
+}
+
+#: Failures that the server survives, by kind.
+FAILURES = {
+    "codec_build": Event(
+        "the CPU codec could not be built; torch encodes and decodes rows, several times slower",
+        "install g++",
+    ),
+    "attention_build": Event(
+        "attention on CPUs could not be built; torch attends decoded rows, several times slower",
+        "install g++",
+    ),
+    "engine_build": Event(
+        "an engine could not be built; the torch engine is used",
+        "look at the reason. `cannot find -lcudart` means that `nvcc` on the PATH is a wrapper outside its "
+        "toolkit: set `CUDA_HOME`. With an explicit `--kv-host-engine` the server ends instead",
+    ),
+    "registration": Event(
+        "host memory could not be pinned; transfers use pageable memory",
+        "raise `ulimit -l`, or use a smaller tier",
+    ),
+    "load_pages": Event(
+        "a load from the host tier named bad pages; the tokens are computed again",
+        "after `backup_lost`: nothing. Otherwise a bug: report it. With pipeline stages the server ends",
+    ),
+    "load_elsewhere": Event(
+        "a load from the host tier is a miss on another rank; the tokens are computed again",
+        "look at the other rank's log. With pipeline stages the server ends",
+    ),
+    "load": Event(
+        "a load by the engine failed; the torch engine carried it out",
+        "look at the reason. If torch fails too, the server ends",
+    ),
+    "backup_pages": Event(
+        "a backup to the host tier named bad pages; the tokens are not backed up",
+        "a bug: report it",
+    ),
+    "backup": Event("a backup by the engine failed; the torch engine carried it out", "look at the reason"),
+    "backup_lost": Event(
+        "a backup failed; the tokens are not backed up",
+        "look at the reason. A prefix that contains a lost page is a miss until SGLang drops it from the "
+        "host",
+    ),
+    "tier_disagreement": Event(
+        "ranks that share a host tier allocated different pages; the tier is no longer used",
+        "restart the server, and report the operation that the log names. All pages are misses; answers stay "
+        "right",
+    ),
+    "page_checksum": Event(
+        "a stored page was not what was stored under its key; the tokens are computed again",
+        "remove the page whose key the log names (`rm STORE/KEY_*` for `file`), which is a miss at every "
+        "request until then; look for two models under one name",
+    ),
+    "page_read": Event(
+        "a stored page could not be read; unless a retry succeeds, the tokens are computed again",
+        "look at the store: the page is unreadable or too short, or was removed after SGLang had asked for "
+        "it",
+    ),
+    "page_write": Event(
+        "a page could not be stored",
+        "after `backup_lost`: nothing. Otherwise usually a full disk or missing permission",
+    ),
+    "peer_mismatch": Event(
+        "a prefill server has other rows than this decode server; its request failed",
+        "start both with the same layout, page size, pipeline stages, release and checkpoint",
+    ),
+}
+
+#: Reasons why pages are not backed up, not stored or not found although nothing failed.
+UNCACHED: dict[str, Event] = {
+    "tier_full": Event(
+        "the host tier has no room for a prompt; its pages are neither backed up nor stored",
+        "give a larger `--hicache-ratio`, `--hicache-size` or `--hicache-host-memory-fraction`: a tier with "
+        "fewer tokens than the pool is full of pages that are still on the device. Or give "
+        "`--hicache-write-policy write_back`, which backs up what leaves the device",
+    ),
+    "prompt_too_long": Event(
+        "a prompt is longer than the host tier; its pages are neither backed up nor stored",
+        "give a larger `--hicache-ratio`, `--hicache-size` or `--hicache-host-memory-fraction`, or a smaller "
+        "`--chunked-prefill-size`: a prompt is backed up chunk by chunk",
+    ),
+    "store_slow": Event(
+        "a store does not answer; until it does, its pages are misses and further pages are not stored",
+        "look at the store (a dead mount, a FIFO among its files, a network). While a call hangs, "
+        "`/flush_cache` ends the server and the store cannot be detached: restart the server",
+    ),
+    "weights": Event(
+        "weights may have changed, and the caches were not flushed since; pages are not stored",
+        "call `/flush_cache` until it returns 200; requests of the old weights have to end first",
+    ),
+}
 
 _metrics: dict[str, Any] = {}
 #: Counts by kind or reason before `publish`: the codec is built before the first pool is complete.
@@ -54,7 +203,7 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
-    """Log and count a failure that the server survives, by its `kind` in `events.FAILURES`.
+    """Log and count a failure that the server survives, by its `kind` in `FAILURES`.
 
     `what` names the object and the operation that failed, for the log, and `error` is the cause.
     """
@@ -68,7 +217,7 @@ def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
 
 
 def uncached(reason: str, pages: int, what: str) -> None:
-    """Count pages that are not cached for a `reason` in `events.UNCACHED`; log the first with its remedy.
+    """Count pages that are not cached for a `reason` in `UNCACHED`; log the first with its remedy.
 
     `what` names the object and the numbers of this event, for the log.
     """

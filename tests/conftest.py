@@ -200,7 +200,7 @@ def counting():
 @pytest.fixture
 def failures(counting):
     """`failures()`: failures counted since the test began, by kind."""
-    from sgl_kvpool.events import FAILURES
+    from sgl_kvpool.metrics import FAILURES
 
     def now():
         return {kind: counting("sgl_kvpool_failures_total", kind=kind) for kind in FAILURES}

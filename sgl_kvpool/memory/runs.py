@@ -69,30 +69,22 @@ class PageRuns:
 
 
 def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
-    """Join adjacent references that have the same stride pattern.
-
-    References that overlap stay apart.
-    """
+    """Join adjacent references that have the same stride pattern; those that overlap stay apart."""
     joined: list[PageRuns] = []
     for runs in sorted(references, key=lambda r: (r.tensor_index, r.offset_bytes)):
-        last = joined[-1] if joined else None
-        same_stride_pattern = last is not None and (
-            (last.tensor_index, last.run_count) == (runs.tensor_index, runs.run_count)
-            and (
-                runs.run_count == 1
-                or last.run_stride_bytes == runs.run_stride_bytes >= last.run_bytes + runs.run_bytes
-            )
-        )
-        if (
-            last is not None
-            and same_stride_pattern
-            and last.offset_bytes + last.run_bytes == runs.offset_bytes
-        ):
-            joined[-1] = replace(
-                last,
-                run_bytes=last.run_bytes + runs.run_bytes,
-                run_stride_bytes=last.run_stride_bytes if last.run_count > 1 else 0,
-            )
-        else:
+        both = _joined(joined[-1], runs) if joined else None
+        if both is None:
             joined.append(runs)
+        else:
+            joined[-1] = both
     return tuple(runs.simplified() for runs in joined)
+
+
+def _joined(a: PageRuns, b: PageRuns) -> PageRuns | None:
+    """Both as one if `b` begins where `a` ends, in every run; else None."""
+    size, end = a.run_bytes + b.run_bytes, a.offset_bytes + a.run_bytes
+    if (a.tensor_index, a.run_count, end) != (b.tensor_index, b.run_count, b.offset_bytes):
+        return None
+    if b.run_count > 1 and not a.run_stride_bytes == b.run_stride_bytes >= size:
+        return None
+    return replace(a, run_bytes=size, run_stride_bytes=a.run_stride_bytes if a.run_count > 1 else 0)

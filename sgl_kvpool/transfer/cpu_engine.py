@@ -75,7 +75,6 @@ class CpuEngine:
 
     name = "cpu"
     is_asynchronous = False
-    #: Whether `copy` needs the indices of device pages on the CPU; otherwise it takes slot lists as they are.
     wants_page_indices = True
 
     def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import promql_parser
 import pytest
 
-from sgl_kvpool.events import METRICS
+from sgl_kvpool.metrics import METRICS
 
 BOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "sgl-kvpool.json"
 #: What prometheus_client appends to names of histograms and counters; SGLang declares some counters with it.

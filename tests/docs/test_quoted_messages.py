@@ -14,7 +14,7 @@ from fences import blocks
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
-from sgl_kvpool.events import FAILURES, UNCACHED
+from sgl_kvpool.metrics import FAILURES, UNCACHED
 from sgl_kvpool.sglang_plugin import options as record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS
 from sgl_kvpool.cli import main
-from sgl_kvpool.events import FAILURES, METRICS, UNCACHED
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features

@@ -10,7 +10,7 @@ from sgl_kvpool.demo.cluster.servers import (
     small_server,
     store_arguments,
 )
-from sgl_kvpool.events import FAILURES
+from sgl_kvpool.metrics import FAILURES
 
 LAYERS = 3
 TOKENS, PAGES, CACHED = PROMPT_TOKENS, CACHED_PAGES, CACHED_PAGES * PAGE_SIZE

@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, max_speculative_n
 from sglang.srt.utils import get_cuda_graph_max_batch_size
 
 from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.decode_config import kernels_in_words
+from sgl_kvpool.attention.decode_config import decode_kernel_of
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.decode_verify import (
@@ -84,7 +84,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = ChunkRunner(model_runner, self)
-        logger.info("kvpool_mla decodes %s with %s", self.fmt.layout, kernels_in_words(self.fmt))
+        logger.info("kvpool_mla decodes %s with kernels in %s", self.fmt.layout, decode_kernel_of(self.fmt))
         self.absorbed_prefill: AbsorbedPrefill | None = None
         if not self.skip_prefill:
             self.absorbed_prefill = AbsorbedPrefill(

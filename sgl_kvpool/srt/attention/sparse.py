@@ -10,7 +10,7 @@ import logging
 import torch
 
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, sm_count_of, workspace_bytes
-from sgl_kvpool.attention.decode_config import kernels_in_words
+from sgl_kvpool.attention.decode_config import decode_kernel_of
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
@@ -37,7 +37,7 @@ class SparseReader:
     def __init__(self, fmt: RowFormat, workspace: DecodeWorkspace) -> None:
         self.fmt = fmt
         self._workspace = workspace
-        logger.info("sparse attention decodes %s with %s", fmt.layout, kernels_in_words(fmt))
+        logger.info("sparse attention decodes %s with kernels in %s", fmt.layout, decode_kernel_of(fmt))
 
     def attend(
         self,

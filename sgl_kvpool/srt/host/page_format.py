@@ -95,7 +95,7 @@ class DamagedPage(ValueError):
 
 
 def failure_kind(error: Exception) -> str:
-    """Kind in `sgl_kvpool.events.FAILURES` for a page of a store that could not be read."""
+    """Kind in `sgl_kvpool.metrics.FAILURES` for a page of a store that could not be read."""
     return "page_checksum" if isinstance(error, DamagedPage) else "page_read"
 
 

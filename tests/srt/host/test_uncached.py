@@ -12,7 +12,7 @@ import pytest
 from direct_stores import Operation
 from host_tier import slots
 
-from sgl_kvpool.events import UNCACHED
+from sgl_kvpool.metrics import UNCACHED
 from sgl_kvpool.sglang_plugin.hooks import stores
 
 TREES = pytest.mark.parametrize("tree", ["rust", "python"])
