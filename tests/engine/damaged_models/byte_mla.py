@@ -1,7 +1,7 @@
 """Loaded by SGLang in the scheduler process, before the pool is built."""
 
 from sgl_kvpool.attention import cpu
-from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
+from sgl_kvpool.demo.models.absorbed import EntryClass  # noqa: F401
 
 _attend_lists = cpu.attend_lists
 

@@ -6,6 +6,6 @@ products of bf16 matrices give a row the same bits in any batch, as `test_servin
 
 from sglang.srt import batch_invariant_ops
 
-from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
+from sgl_kvpool.demo.models.absorbed import EntryClass  # noqa: F401
 
 batch_invariant_ops.enable_batch_invariant_mode = lambda: None

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sgl_kvpool.demo.models import byte_mla
+from sgl_kvpool.demo.models import absorbed
 from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig, rotation
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
@@ -60,7 +60,7 @@ def attend_over_ranks(layer, q, k, batch):
     return layer.attn_mqa(q, k, k, batch, **ropes).view(-1, heads, latent)
 
 
-class DeepseekV2ForCausalLM(byte_mla.DeepseekV2ForCausalLM):
+class DeepseekV2ForCausalLM(absorbed.DeepseekV2ForCausalLM):
     def __init__(self, config, quant_config=None, prefix=""):
         nn.Module.__init__(self)
         ranks = get_parallel()

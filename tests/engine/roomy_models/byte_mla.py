@@ -2,6 +2,6 @@
 
 from sglang.srt.mem_cache.pool_host import base
 
-from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
+from sgl_kvpool.demo.models.absorbed import EntryClass  # noqa: F401
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0

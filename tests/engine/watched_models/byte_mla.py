@@ -2,9 +2,9 @@
 
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-from sgl_kvpool.demo.models.byte_mla import EntryClass
+from sgl_kvpool.demo.models.absorbed import EntryClass
 
-(_MODEL,) = EntryClass
+_MODEL = EntryClass[0]
 _forward = _MODEL.forward
 _said: list[str] = []
 
