@@ -113,7 +113,7 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
 
 
 def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None:
-    current = {tile.query_heads: tile for name, tile in table() if name is layout}
+    current = {tile.query_heads: tile for name, tile in table("gluon") if name is layout}
     for tile, why in times.wrong.items():
         line = f"{layout}, {_name(tile)}: {why}"
         choice.wrong.append(line)
@@ -167,7 +167,7 @@ def table_text(choice: Choice) -> str:
     If several layouts encode latents alike, the first measured layout decides.
     """
     present: dict[MLAKVCacheLayout, list[TileConfig]] = defaultdict(list)
-    for layout, tile in table():
+    for layout, tile in table("gluon"):
         present[layout].append(tile)
     found: dict[SegmentEncoding, Sequence[TileConfig]] = {}
     for layout in (*choice.tiles, *MLAKVCacheLayout):

@@ -9,7 +9,7 @@ A choice depends on shapes and on the device only, never on the contents of a te
 graph can be replayed for other lists.
 """
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from functools import cache
 
@@ -106,10 +106,6 @@ _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.E4M3_IN_TILES: (_single(8), _single(16), _single(32)),
     _E.E2M1_IN_BLOCKS: (_double(8), _double(16), _single(32)),
 }
-check_complete(
-    [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
-    "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
-)
 #: Tiles if Gluon's kernels can be used; `triton_decode` serves those that name no kernel. In `gluon_decode` a
 #: block is also kept in shared memory as stored; the parts that do not fit there are register parts. 32 query
 #: heads of `fp8_block_scale` would need six and spill 240 bytes: a half-filled tile of `gluon_wide` takes 44
@@ -121,11 +117,11 @@ _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.E4M3_IN_TILES: (_double(8, "gluon", 1), _single(16, "gluon", 2), _WIDE),
     _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon", 1), _WIDE),
 }
-check_complete(
-    [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
-    "_TABLE of sgl_kvpool/attention/decode_config.py",
-)
 _TABLES = {"gluon": _TABLE, "triton": _TRITON_TABLE}
+check_complete(
+    [layout for layout in MLAKVCacheLayout if all(layout.latent in tiles for tiles in _TABLES.values())],
+    "_TABLE or _TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
+)
 
 #: Maximum over all configurations.
 MAX_PROGRAMS_PER_SM = max(
@@ -137,16 +133,11 @@ _GLUON_RANK = 512
 _GLUON_MAJOR = 9
 
 
-def table(kernel: str = "gluon") -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
-    """All configurations that `decode_config` may choose if `decode_kernel_of` returns `kernel`."""
-    for layout in MLAKVCacheLayout:
-        for tile in _TABLES[kernel][layout.latent]:
-            yield layout, tile
-
-
-def tiles_of_both_kernels() -> list[tuple[MLAKVCacheLayout, TileConfig]]:
-    """The configurations of `table` for both kernels, Triton's first."""
-    return list(dict.fromkeys([*table("triton"), *table("gluon")]))
+def table(*kernels: str) -> list[tuple[MLAKVCacheLayout, TileConfig]]:
+    """Each configuration that `decode_config` may choose if `decode_kernel_of` returns one of `kernels`."""
+    pairs = itertools.product(kernels, MLAKVCacheLayout)
+    found = [(layout, tile) for kernel, layout in pairs for tile in _TABLES[kernel][layout.latent]]
+    return list(dict.fromkeys(found))
 
 
 @cache

@@ -59,11 +59,6 @@ def _tile_scales_layout(WARPS):
 # `fp8_block_scale` (656 bytes per row, its rope at byte 528). In every segment but the scales, a lane copies
 # parts of the same two rows, so that it reads two row numbers.
 @gluon.constexpr_function
-def _copy_words_layout(WARPS):
-    return gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-
-
-@gluon.constexpr_function
 def _copy_rope_layout(WARPS):
     values = [[0, 1], [0, 2], [0, 4], [0, 32], [8 * WARPS, 0]]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -77,11 +72,6 @@ def _copy_scales_layout(WARPS, SCALE):
     if SCALE == "fp32":
         return gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     return gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _entries_layout(WARPS):
-    return gl.BlockedLayout([1], [32], [WARPS], [0])
 
 
 #: Words [rows, 16]. Rows are 64 bytes: the four lanes of the next row use the other half of the banks.
@@ -117,7 +107,8 @@ def rope_order(ROPE, REG_PARTS):
 @gluon.jit
 def load_entries(kv_indices, start, end, kv_indices_stride, WARPS: gl.constexpr):
     """A block of entries of a list from `start`, int32 or int64; -1 from `end` on."""
-    position = start + gl.arange(0, 16 * WARPS, _entries_layout(WARPS))
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    position = start + gl.arange(0, 16 * WARPS, L)
     return gl.load(kv_indices + position.to(gl.int64) * kv_indices_stride, mask=position < end, other=-1)
 
 
@@ -176,7 +167,7 @@ def copy_rows(
     Contents of another row instead of zeros might decode to NaN, and a weight of 0 times NaN is NaN.
     """
     words, scales, rope, numbers = raw
-    WORDS: gl.constexpr = _copy_words_layout(WARPS)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
     rows, live = row_starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
     column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
     at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
@@ -337,13 +328,12 @@ def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
     even, odd = gl.split(x)
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
-    ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    return (
-        gl.convert_layout(first, ROWS, assert_trivial=True)[:, None],
-        gl.convert_layout(second, ROWS, assert_trivial=True)[:, None],
-        gl.convert_layout(third, ROWS, assert_trivial=True)[:, None],
-        gl.convert_layout(fourth, ROWS, assert_trivial=True)[:, None],
-    )
+    numbers = (first, second, third, fourth)
+    found = ()
+    for i in gl.static_range(4):
+        part = gl.convert_layout(numbers[i], gl.SliceLayout(1, S), assert_trivial=True)
+        found = found + (part[:, None],)  # noqa: RUF005
+    return found
 
 
 @gluon.jit

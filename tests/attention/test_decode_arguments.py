@@ -17,7 +17,7 @@ from sgl_kvpool.attention.decode_config import (
     decode_config,
     decode_kernel_of,
     partial_elements,
-    tiles_of_both_kernels,
+    table,
 )
 from sgl_kvpool.refusal import Refusal
 
@@ -128,7 +128,7 @@ def test_importing_the_package_costs_neither_torch_nor_triton():
 
 @pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
 def test_every_shape_has_a_configuration(layout):
-    tiles = set(tiles_of_both_kernels())
+    tiles = set(table("triton", "gluon"))
     fmt = layout.row_format(512, 64)
     for heads in (1, 3, 8, 16, 17, 32, 64, 128):
         for queries in (1, 2, 4):

@@ -14,11 +14,11 @@ from decode_kernels import run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config, tiles_of_both_kernels
+from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config
 from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
 from sgl_kvpool.attention.triton_lists import merge_kernel
 
-TILES = tiles_of_both_kernels()
+TILES = table("triton", "gluon")
 #: For every layout and kernel, the tile for the fewest query heads.
 SMALLEST = list({(layout, tile.kernel): (layout, tile) for layout, tile in TILES[::-1]}.values())[::-1]
 KERNELS = {

@@ -4,11 +4,11 @@ import pytest
 import test_ptx_decode
 from decode_cases import make_case
 
-from sgl_kvpool.attention.decode_config import tiles_of_both_kernels
+from sgl_kvpool.attention.decode_config import table
 
 TILES = [
     pytest.param(layout, tile, seed, id=f"{layout}-{tile.kernel}-{tile.query_heads}-heads-{seed}")
-    for layout, tile, seed in test_ptx_decode.with_seeds(tiles_of_both_kernels(), [0, 1, 2])
+    for layout, tile, seed in test_ptx_decode.with_seeds(table("triton", "gluon"), [0, 1, 2])
 ]
 
 

@@ -16,7 +16,7 @@ from ptxrun_builds import cache_folder
 
 from scripts.figures import attention_facts, flashmla_costs, loop_costs
 from scripts.figures.attention_facts import TILE_COSTS, UNITS
-from sgl_kvpool.attention.decode_config import tile_config, tiles_of_both_kernels
+from sgl_kvpool.attention.decode_config import table, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ def test_flashmla_in_the_installed_wheel():
 
 def test_programs_that_the_table_expects_fit_an_sm():
     of = {(found["layout"], found["kernel"], found["heads"]): found for found in COSTS}
-    for layout, tile in tiles_of_both_kernels():
+    for layout, tile in table("triton", "gluon"):
         assert of[layout.value, tile.kernel, tile.query_heads]["programs_per_sm"] >= tile.programs_per_sm
 
 
@@ -125,7 +125,7 @@ def test_the_page_has_these_counts():
 
 
 LAYOUTS = [layout.value for layout in MLAKVCacheLayout]
-HEADS = sorted({tile.query_heads for _, tile in tiles_of_both_kernels()})
+HEADS = sorted({tile.query_heads for _, tile in table("triton", "gluon")})
 
 
 @pytest.fixture(scope="module")
