@@ -185,10 +185,9 @@ def publish(**labels: str | int) -> None:
                 if one.gauge_mode
                 else prometheus_client.Counter(one.name, one.help, one.labels)
             )
-        for kind in FAILURES:
-            _metrics["failures"].labels(kind=kind).inc(_before_publish.pop(kind, 0))
-        for reason in UNCACHED:
-            _metrics["uncached"].labels(reason=reason).inc(_before_publish.pop(reason, 0))
+        for key, values in (("failures", FAILURES), ("uncached", UNCACHED)):
+            for value in values:
+                _metrics[key].labels(value).inc(_before_publish.pop(value, 0))
     _metrics["info"].labels(**labels, version=VERSION).set(1)
 
 

@@ -117,6 +117,11 @@ def import_once(forks: Forks) -> Forks | None:
     return forks
 
 
+def in_words(error: Exception) -> str:
+    """One of `FAILURES` with the name of its type, unless it is our own."""
+    return str(error) if isinstance(error, ServerFailed) else f"{type(error).__name__}: {error}"
+
+
 def dots() -> contextlib.AbstractContextManager[None]:
     """Print a dot every 5 s while the block runs."""
     return repeating(partial(print, ".", end="", flush=True), 5.0, 5.0)
@@ -145,8 +150,7 @@ def in_turn(
                 print(f" ready after {start_seconds:.0f} s, ", end="", flush=True)
                 result, text = ask(server, layout, start_seconds)
         except FAILURES as error:
-            what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
-            print(f" failed: {what}{error}\nthe server's log: {server.log}", flush=True)
+            print(f" failed: {in_words(error)}\nthe server's log: {server.log}", flush=True)
             return found, True
         found.append(result)
         left = round((time.monotonic() - began) * (len(layouts) - number) / 60)

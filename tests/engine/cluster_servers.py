@@ -21,8 +21,8 @@ from tiny_model import PROMPTS as SHORT_PROMPTS
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.servers import (
     ask,
-    decode_arguments,
     metric_sum,
+    peer_arguments,
     peer_environment,
     prefill_arguments,
     router,
@@ -133,7 +133,7 @@ def hybrid_peers(_model_path, folder):
     texts = [*SHORT_PROMPTS, SHORT_PROMPTS[3]]
     port = free_port()
     prefill = server("prefill", *prefill_arguments("mooncake_tcp", port))
-    decode = server("decode", *decode_arguments("mooncake_tcp"))
+    decode = server("decode", *peer_arguments("decode", "mooncake_tcp"))
     with (
         running(prefill, decode),
         router(folder / "router.log", prefill=[(prefill, port)], decode=[decode]) as front,

@@ -10,8 +10,8 @@ from cluster_questions import PROMPTS, failures, server
 
 from sgl_kvpool.demo.cluster.servers import (
     ask,
-    decode_arguments,
     metric_sum,
+    peer_arguments,
     peer_environment,
     prefill_arguments,
     router,
@@ -29,7 +29,7 @@ def prefill_server(folder, name, layout, transfer="mooncake_tcp", *arguments):
 
 def decode_server(folder, name, layout, transfer="mooncake_tcp", *arguments):
     """A decode server that is not started."""
-    peer = [*decode_arguments(transfer), *arguments]
+    peer = [*peer_arguments("decode", transfer), *arguments]
     return server(folder, name, layout, *peer, environment=peer_environment())
 
 

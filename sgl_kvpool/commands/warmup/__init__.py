@@ -1,21 +1,22 @@
 """`sgl-kvpool warmup`: compiles a server's code in advance, so that the server finds it on disk."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
 from sgl_kvpool.commands.waiting import progress
-from sgl_kvpool.commands.warmup.steps import VARIABLES
+from sgl_kvpool.commands.warmup.steps import (
+    DEEPSEEK_V3,
+    VARIABLES,
+    Served,
+    carry_out,
+    model_of,
+    steps_on_cpu,
+    steps_on_cuda,
+)
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import options
-
-if TYPE_CHECKING:
-    from sgl_kvpool.commands.warmup.served import Served
-
 
 EPILOG = f"""
 Compiled code is kept in folders, which are printed. A server finds it there if it runs as the same user, or
@@ -62,8 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
 
-    from sgl_kvpool.commands.warmup.steps import carry_out, steps_on_cpu, steps_on_cuda
-
     served = _served(model, arguments)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)
     print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
@@ -76,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(model: NamedModel | None, arguments: argparse.Namespace) -> Served:
-    from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
-
     shape = DEEPSEEK_V3 if model is None else model_of(model)
     layout = arguments.kv_cache_layout or options.LAYOUT.from_env()
     arrangement = arguments.kv_cache_arrangement or options.ARRANGEMENT.from_env()

@@ -9,9 +9,9 @@ from typing import Any
 from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.demo.cluster import servers
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, running
+from sgl_kvpool.demo.local_server import LocalServer, free_port, running
 from sgl_kvpool.demo.model import model_path
-from sgl_kvpool.demo.server import FAILURES
+from sgl_kvpool.demo.server import FAILURES, in_words
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Default layouts: each takes a minute and a half on two cores.
@@ -57,8 +57,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
                 _say(f"[{number}/{len(layouts)}] {layout}: ")
                 results.append(_compare(layout, texts, store, folder))
     except FAILURES as error:
-        what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
-        _say(f"failed: {what}{error}\nthe logs: {folder}\n")
+        _say(f"failed: {in_words(error)}\nthe logs: {folder}\n")
         status = 1
     if results:
         print(f"\n{_table(results)}\n")
@@ -84,7 +83,7 @@ def _compare(
     )
     decode = servers.small_server(
         layout.value,
-        servers.decode_arguments("mooncake_tcp"),
+        servers.peer_arguments("decode", "mooncake_tcp"),
         folder / f"decode-{layout}.log",
         servers.peer_environment(),
     )

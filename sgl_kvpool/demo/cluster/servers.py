@@ -19,7 +19,6 @@ PROMPT_TOKENS = 749
 CACHED_PAGES = PROMPT_TOKENS // PAGE_SIZE
 #: Tokens of a server's pool, which holds two such prompts with their answers.
 POOL_TOKENS = 2048
-_NEW_TOKENS = 8
 
 
 def peer_environment() -> dict[str, str]:
@@ -27,22 +26,18 @@ def peer_environment() -> dict[str, str]:
     return {"SGLANG_HOST_IP": _LOOPBACK, "HOST_IP": _LOOPBACK, "LD_LIBRARY_PATH": library_path()}
 
 
-def prefill_arguments(transfer: str, bootstrap_port: int) -> list[str]:
-    """Arguments of a prefill server; `transfer` `mooncake_tcp` and `nixl` need no RDMA network card."""
-    return [*_peer("prefill", transfer), "--disaggregation-bootstrap-port", str(bootstrap_port)]
-
-
-def decode_arguments(transfer: str) -> list[str]:
-    """Arguments of a decode server; see `prefill_arguments`."""
-    return _peer("decode", transfer)
-
-
-def _peer(mode: str, transfer: str) -> list[str]:
+def peer_arguments(mode: str, transfer: str, *more: str) -> list[str]:
+    """Of prefill and decode servers; `transfer` `mooncake_tcp` and `nixl` need no RDMA network card."""
     return [
         *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer),
         # The warm-up would start a transfer without a peer.
-        "--skip-server-warmup",
+        *("--skip-server-warmup", *more),
     ]
+
+
+def prefill_arguments(transfer: str, bootstrap_port: int) -> list[str]:
+    """As `peer_arguments`."""
+    return peer_arguments("prefill", transfer, "--disaggregation-bootstrap-port", str(bootstrap_port))
 
 
 def router(
@@ -127,7 +122,7 @@ def ask(server: LocalServer, text: str) -> dict[str, Any]:
     Returns `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's
     tokens that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
     """
-    greedy = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
+    greedy = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     # The plain /generate, which the router serves too.
     answer = server.post("/generate", text=text, sampling_params=greedy, return_logprob=True)
     meta = answer["meta_info"]

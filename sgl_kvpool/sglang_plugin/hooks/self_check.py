@@ -53,7 +53,9 @@ def run(scheduler: Any) -> None:
             problem = Refusal(f"the self-check at start ({why}) failed on another rank, see its line")
         elif problem is None:
             try:
-                found.append(_check_tier(controller))
+                from sgl_kvpool.srt.self_check import check_tier
+
+                found.append(check_tier(controller, lambda good: ranks.all_ranks(controller, good)))
             except Exception as error:  # as above
                 problem = _refusal(error, why, _WITHOUT_TIER)
     if problem is not None:
@@ -142,9 +144,3 @@ def _controller(tree: Any) -> Any:
     if controller is None or not holds_our_rows(controller.mem_pool_host.anchor_entry.host_pool):
         return None
     return controller
-
-
-def _check_tier(controller: Any) -> str:
-    from sgl_kvpool.srt.self_check import check_tier
-
-    return check_tier(controller, lambda good: ranks.all_ranks(controller, good))
