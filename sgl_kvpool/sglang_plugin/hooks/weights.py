@@ -214,8 +214,7 @@ def _take_k_scales(scheduler: Any) -> None:
         layer = next((x for x in sorted(new) if new[x] != pool.k_scale(x)), None)
         if layer is None:
             continue
-        kept = _kept_in(scheduler, pool)
-        if kept is not None:
+        if kept := _kept_in(scheduler, pool):
             raise RuntimeError(
                 f"an update of weights has changed k_scale of layer {layer} from "
                 f"{pool.k_scale(layer)} to {new[layer]}, and {kept}; "

@@ -271,8 +271,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         store_rows(
             rows,
             kv_indices,
-            _flat(k_nope),
-            _flat(k_rope) if self.qk_rope_head_dim else None,
+            k_nope.flatten(1),
+            k_rope.flatten(1) if self.qk_rope_head_dim else None,
             self.row_format,
             k_scale=self.k_scale(layer_id),
         )
@@ -344,8 +344,3 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
             raise IndexError(f"slot {int(slots.min())} is not valid; leave out tokens without a slot")
         # With n ranks, SGLang's method then takes every n-th and divides it by n.
         return self.slot_to_row(slots // self.slots_per_row) * self.slots_per_row
-
-
-def _flat(part: torch.Tensor) -> torch.Tensor:
-    """A view `[tokens, width]` of `[tokens, 1, width]` or `[tokens, width]`."""
-    return part.squeeze(1) if part.dim() == 3 else part
