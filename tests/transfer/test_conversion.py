@@ -1,7 +1,6 @@
 """Rows in another format on the host: compiled arithmetic and plans against the codec."""
 
 import itertools
-from dataclasses import replace
 
 import codec_oracle as oracle
 import numpy as np
@@ -14,7 +13,7 @@ from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool, rows
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.layout import Encoding, RowFormat, Segment
+from sgl_kvpool.layout import Encoding, RowFormat
 from sgl_kvpool.transfer.conversion import RowConversion, host_layout_problem, narrower_layouts
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, HostTierOptions
 
@@ -87,35 +86,26 @@ def test_compiled_rows_are_the_codecs_bytes(device, host, geometry):
         check(own, other, values.bfloat16(), k_scale)
 
 
-def with_rope(fmt, encoding, *, by_k_scale):
-    """The row format with its rope in another encoding: a possible layout."""
-    count, offset = fmt.rope.count, fmt.rope.offset_bytes
-    return replace(fmt, rope=Segment("rope", encoding, count, offset, by_k_scale))
-
-
 @pytest.mark.parametrize("rank", [128, 512])  # behind a latent of 128 a rope begins at byte 72 of fp4 rows
-@pytest.mark.parametrize("by_k_scale", [False, True])
 @pytest.mark.parametrize("device", ["bf16", "fp8", "fp8_block_scale"])
-def test_either_side_has_its_own_encoding_and_divisor_of_the_rope(device, by_k_scale, rank):
+def test_either_side_has_its_own_encoding_and_divisor_of_the_rope(device, rank):
     values = torch.randn(50, rank + 64, generator=torch.Generator().manual_seed(4)).bfloat16()
-    own, other = formats(device, "fp4", rank)
-    narrow = with_rope(other, Encoding.E4M3, by_k_scale=by_k_scale)
+    own, narrow = formats(device, "fp4_fp8_rope", rank)
     assert narrow.row_bytes == {128: 144, 512: 352}[rank]
     for k_scale in (1.0, 0.5):
         _, stored = check(own, narrow, values, k_scale)
         of_rope = values[:, rank:].float()
         if device == "fp8":  # whose rope has been rounded before
             of_rope = (of_rope / k_scale).to(torch.float8_e4m3fn).float() * k_scale
-        divided = of_rope / k_scale if by_k_scale else of_rope
         codes = stored[:, narrow.rope.offset_bytes : narrow.rope.end_bytes].view(torch.float8_e4m3fn)
-        assert torch.equal(codes.float(), divided.to(torch.float8_e4m3fn).float())
+        assert torch.equal(codes.float(), of_rope.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("rank", [128, 512])
 def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
     """Also bytes that no encoder chooses: 4 under a scale of 1.5 is 6 under 1, which is tried first."""
     own = MLAKVCacheLayout.FP4.row_format(rank, 64)
-    other = with_rope(own, Encoding.E4M3, by_k_scale=False)
+    other = own.in_layout(MLAKVCacheLayout.FP4_NOPE_FP8_ROPE)
     generator = torch.Generator().manual_seed(5)
     rows_ = torch.randint(0, 256, (200, own.row_bytes), generator=generator).to(torch.uint8)
     rows_[0, : own.scale.end_bytes] = 0
