@@ -51,9 +51,9 @@ def test_windows_of_the_byte_model(bytes_model):
 
 @pytest.mark.parametrize(
     ("window_seconds", "count"),
-    # (270 / 4 - 7 - 5) / 1 = 55.5, rounded down to a multiple of four; a slow machine still scores the
+    # (240 / 4 - 7 - 5) / 0.95 = 50.5, rounded down to a multiple of four; a slow machine still scores the
     # minimum, a fast one all.
-    [(1.0, 52), (60.0, 32), (0.01, 128)],
+    [(0.95, 48), (60.0, 32), (0.01, 128)],
 )
 def test_as_many_windows_as_five_minutes_allow(bytes_model, window_seconds, count):
     model = dataclasses.replace(bytes_model, windows=[[n] * 512 for n in range(128)])
