@@ -97,8 +97,9 @@ class KVPoolMLABackend(AttentionBackend):
         """Length of a padding request; there are no CUDA graphs on the CPU."""
         return 1
 
-    #: SGLang's name where it pads batches on a CPU.
-    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """As `get_cuda_graph_seq_len_fill_value`; SGLang uses this name where it pads batches on a CPU."""
+        return 1
 
     @overrides
     def support_triton(self) -> bool:
