@@ -27,7 +27,6 @@ def allowed_dtype(tensor: torch.Tensor, name: str, allowed: tuple[torch.dtype, .
 def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat) -> None:
     """Check for two axes, the expected width, and a stride of 1 within a row."""
     if tensor.dim() != 2 or tensor.shape[1] != columns:
-        of = f" for {fmt.tag}" if fmt is not None else ""
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}) for {fmt.tag}; reshape "
             "it, or build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
