@@ -86,13 +86,10 @@ class Gpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)]
 
-    @property
-    def calls(self) -> Any:
-        return gpu_calls()
-
     def tools(self, page_bytes: int) -> EngineTools:
         """Tools of an engine for one direction."""
-        return EngineTools(self.calls, self.device, PageBuffer(page_bytes, self.device, self.calls))
+        calls = gpu_calls()
+        return EngineTools(calls, self.device, PageBuffer(page_bytes, self.device, calls))
 
     def pinned(self, *shape: int) -> torch.Tensor:
         """Pinned host memory that has been touched."""

@@ -51,8 +51,6 @@ KINDS = {
     "fact": Kind(math.inf, math.inf),
 }
 
-BETTER = ("higher", "lower")
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -64,7 +62,7 @@ class Measurement:
     `better`: "higher" or "lower".
     `at_least`, `at_most`: Limits; a value outside of them fails the step.
     `layout`: Layout that was measured, if there is one.
-    ValueError: if the kind or direction is unknown, the value is not finite, or value and note are missing.
+    ValueError: if the kind is unknown, the value is not finite, or value and note are missing.
     """
 
     metric: str
@@ -80,8 +78,6 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"{self.metric}: kind {self.kind!r}, expected one of {', '.join(KINDS)}")
-        if self.better not in BETTER:
-            raise ValueError(f"{self.metric}: better {self.better!r}, expected one of {', '.join(BETTER)}")
         if self.value is None and not self.note:
             raise ValueError(f"{self.metric}: no value, and no note with the reason")
         for name in ("value", "at_least", "at_most"):

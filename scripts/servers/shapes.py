@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scripts import ROOT
 from scripts.kit.environment import Machine
-from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool import KVArrangement, MLAKVCacheLayout, env
 from sgl_kvpool.attention.readers import SGLANG_READERS
 from sgl_kvpool.attention.topk_transform import working_pairs
 
@@ -18,10 +18,7 @@ LAYOUTS = tuple(layout.value for layout in MLAKVCacheLayout)
 ARRANGEMENTS = tuple(arrangement.value for arrangement in KVArrangement.of_rows())
 PAGE_SIZE = 64
 
-_LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
-_KVPOOL = ("--attention-backend", "kvpool_mla")
 _SEED_AND_PAGE = ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
-_READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 _HOST_TIER = (
     *("--enable-hierarchical-cache", "--enable-cache-report"),
     *("--hicache-write-policy", "write_through", "--hicache-ratio", "6"),
@@ -88,9 +85,9 @@ class Shape:
         if layout is None:
             found += self.stock
         else:
-            found += [_LAYOUT, layout, *self.by_layout.get(layout, ())]
+            found += ["--kv-cache-layout", layout, *self.by_layout.get(layout, ())]
             if arrangement != "layer_major":
-                found += [_ARRANGEMENT, arrangement]
+                found += ["--kv-cache-arrangement", arrangement]
         if capped:
             found += ["--max-total-tokens", str(self.pool_tokens)]
         if host_tier:
@@ -102,7 +99,7 @@ class Shape:
 
         Sparse attention always reads stored rows; a server with it refuses KVPOOL_PREFILL_READS_ROWS.
         """
-        asked = _READS_ROWS if layout is not None and not self.load.is_sparse else {}
+        asked = {env.PREFILL_READS_ROWS: "1"} if layout is not None and not self.load.is_sparse else {}
         # The demo's class would replace SGLang's for every checkpoint of the architecture
         # DeepseekV2ForCausalLM.
         classes = {} if self.name == "demo" else {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
@@ -141,7 +138,7 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
         arguments=(*_GPU, "--context-length", "4096", *more),
         load=Load(_PROMPTS, hit_tokens=hit_tokens),
         pool_tokens=8192,
-        by_layout=dict.fromkeys(LAYOUTS, _KVPOOL),
+        by_layout=dict.fromkeys(LAYOUTS, ("--attention-backend", "kvpool_mla")),
         writer=writer,
     )
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from scripts.kit.outputs import commit, positive, replace_file, require_writable
 from scripts.kit.runner import Interrupted, signals_interrupt
+from scripts.soak.in_server.breakages import BREAKAGES
 from scripts.soak.leg import soak
 from scripts.soak.servers import LEGS, of_model
 from sgl_kvpool import __version__
@@ -36,8 +37,6 @@ from sgl_kvpool.sglang_plugin.options import environment_problems
 SCHEMA = 3
 #: Exit status of a soak without violations whose checks mean nothing.
 MEANS_NOTHING = 3
-#: Names in `in_server.breakages`, which is not imported here because it imports torch.
-BREAKAGES = ("load-order", "host-leak")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

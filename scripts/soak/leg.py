@@ -55,10 +55,6 @@ def tolerance(leg: Leg) -> float:
     return TOLERANCE if leg.model is None else TOLERANCE_MODEL
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 def soak(leg: Leg, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Soak one server, with the options of the command line and logs in a folder.
 
@@ -67,7 +63,7 @@ def soak(leg: Leg, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     ServerFailed: if the soaked server does not start, or fails before the traffic. A cold run's server that
       fails is a violation.
     """
-    say(f"{leg.name}: starting, log {folder / f'{leg.name}.log'}")
+    print(f"{leg.name}: starting, log {folder / f'{leg.name}.log'}", flush=True)
     violations: list[str] = []
     censuses: list[dict[str, Any]] = []
     record: dict[str, Any] = {"name": leg.name, "violations": violations}
@@ -75,7 +71,7 @@ def soak(leg: Leg, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as store,
         soaked_server(leg, folder, store, options.server_args, options.breakages) as server,
     ):
-        say("  serving")
+        print("  serving", flush=True)
         prompts = _prompts(server, leg, options.seed)
         too_long = leg.device_tokens + leg.page_size_tokens
         traffic = Traffic(server.port, prompts, options.seed, too_long)
@@ -145,7 +141,10 @@ def _rounds(
         violations += [f"after {spent:.0f} s: {problem}" for problem in problems]
         if number % FLUSH_EVERY == 0:
             _flush(server, censuses, violations)
-        say(f"  {spent:4.0f} s, {sum(traffic.counts.values())} requests, {len(violations)} violations")
+        print(
+            f"  {spent:4.0f} s, {sum(traffic.counts.values())} requests, {len(violations)} violations",
+            flush=True,
+        )
     return round(spent, 1)
 
 
@@ -189,7 +188,7 @@ def _compared(
     if not longest:
         violations.append("no output to compare")
         return {}
-    say(f"  cold run of {len(longest)} prompts, log {folder / f'{leg.name}-cold.log'}")
+    print(f"  cold run of {len(longest)} prompts, log {folder / f'{leg.name}-cold.log'}", flush=True)
     allowed = tolerance(leg)
     with cold_server(leg, folder, server_args) as server:
         cold = ColdRun(server, prompts)

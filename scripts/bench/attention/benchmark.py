@@ -17,6 +17,7 @@ from scripts.bench.attention.cases import (
     DENSE_PEERS,
     FP4_LAYOUTS,
     GPU_GRID,
+    SPARSE_PEERS,
     WHOLE_POOL_PEER,
     Grid,
     Workload,
@@ -31,7 +32,6 @@ from scripts.bench.sweep import Row, Skipped, first_line, verdict
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.layout import SegmentEncoding
 
-SPARSE_PEER = "flashmla_sparse_fp8"
 #: Our kernel on BF16 rows, among the runners with which ours on other rows is compared.
 OURS_ON_BF16 = f"{OURS} bf16"
 
@@ -171,5 +171,5 @@ def targets(rows: Sequence[Row], grid: Grid) -> list[dict[str, Any]]:
             where, text = {"kind": "whole_pool"}, "large pool: SGLang's FP4 path"
             wanted.append(_Target(name, text, WHOLE_POOL_SPEEDUP, where, {}, (WHOLE_POOL_PEER,)))
             text = f"{heads} heads, sparse: FlashMLA on fp8_block_scale rows"
-            wanted.append(_Target(name, text, SPARSE_SPEEDUP, sparse, {"batch": batch}, (SPARSE_PEER,)))
+            wanted.append(_Target(name, text, SPARSE_SPEEDUP, sparse, {"batch": batch}, SPARSE_PEERS[-1:]))
     return [one.judge(rows) for one in wanted]

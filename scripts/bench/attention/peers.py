@@ -114,17 +114,19 @@ class SglangTriton(Runner):
         self, problem: Problem
     ) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[torch.Tensor]]:
         """A function of rows [slots, 1, R + P] and all lists, and the tensors that it writes."""
+        from triton import next_power_of_2
+
         w, where = problem.workload, problem.q.device
         # As TritonAttnBackend: a split per multiprocessor or per 32 rows, both counts rounded up to a power
         # of two, whichever is fewer, at least 8.
-        most = max(8, min(_power_of_two(self.sm_count), _power_of_two(-(-w.rows_per_list // 32))))
+        most = max(8, min(next_power_of_2(self.sm_count), next_power_of_2(-(-w.rows_per_list // 32))))
         starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * w.rows_per_list
         logits = torch.empty(w.batch, w.heads, most, RANK, dtype=torch.float32, device=where)
         lse = torch.empty(w.batch, w.heads, most, dtype=torch.float32, device=where)
         splits = torch.empty(w.batch, dtype=torch.int32, device=where)
         self.choose_splits[(1,)](
             splits, problem.kv_lens, w.batch, 1, w.heads, 1, most, self.sm_count,
-            MAX_NUM_SEQ=max(256, _power_of_two(w.batch)),
+            MAX_NUM_SEQ=max(256, next_power_of_2(w.batch)),
         )  # fmt: skip
         out = problem.new_out()
 
@@ -265,7 +267,3 @@ def runners() -> dict[str, Runner]:
         "flashmla_sparse_fp8": FlashmlaSparseFp8(),
         "sglang_fp4": SglangFp4(),
     }
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
