@@ -225,19 +225,14 @@ def passkey_prompt(characters: int, depth: float, seed: int) -> tuple[str, str]:
     return head + "".join(lines) + "What is the pass key? The pass key is", key
 
 
-def found_passkey(text: str, key: str) -> bool:
-    """Whether the first number of an answer is the key."""
-    number = re.search(r"\d+", text)
-    return number is not None and number.group() == key
-
-
 def find_passkeys(server: Server, characters: int, depths: Sequence[float]) -> list[bool]:
-    """Whether numbers, hidden at several depths of a text of `characters` characters, are found."""
+    """Whether numbers, hidden at several depths of a text of `characters` characters, begin the answers."""
     found = []
     for number, depth in enumerate(depths):
         text, key = passkey_prompt(characters, depth, seed=characters + number)
         sampling = {"temperature": 0, "max_new_tokens": 12}
-        found.append(found_passkey(server.generate(text=text, sampling_params=sampling)["text"], key))
+        answered = server.generate(text=text, sampling_params=sampling)["text"]
+        found.append(re.findall(r"\d+", answered)[:1] == [key])
     return found
 
 

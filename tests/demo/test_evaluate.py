@@ -4,14 +4,16 @@ import argparse
 import dataclasses
 import gzip
 import json
+import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.demo import evaluate, report
-from sgl_kvpool.demo.measure import Scores, compare_scores, divergence, found_passkey, passkey_prompt
+from sgl_kvpool.demo.measure import Scores, compare_scores, divergence, find_passkeys, passkey_prompt
 from sgl_kvpool.demo.model import model_path
 
 
@@ -58,10 +60,16 @@ def test_a_hidden_number(depth):
     assert text.count(key) == 2
     assert text.endswith("The pass key is")
     assert passkey_prompt(16_000, depth, seed=3) == (text, key)
-    assert found_passkey(f" {key}. Remember it.", key)
-    assert not found_passkey(" 4. " + key, key)
-    assert not found_passkey(key + "1", key)
-    assert not found_passkey("no idea", key)
+
+
+def test_the_first_number_of_an_answer_counts():
+    forms = iter([" {}. Remember it.", " 4. {}", "{}1", "no idea"])
+
+    def generate(text, sampling_params):
+        return {"text": next(forms).format(re.search(r"\d+", text).group())}
+
+    found = find_passkeys(SimpleNamespace(generate=generate), 16_000, [0.0, 0.3, 0.6, 1.0])
+    assert found == [True, False, False, False]
 
 
 def test_divergences_of_windows():

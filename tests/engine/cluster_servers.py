@@ -24,7 +24,6 @@ from sgl_kvpool.demo.cluster.servers import (
     metric_sum,
     peer_arguments,
     peer_environment,
-    prefill_arguments,
     router,
     until,
 )
@@ -132,7 +131,7 @@ def hybrid_peers(_model_path, folder):
 
     texts = [*SHORT_PROMPTS, SHORT_PROMPTS[3]]
     port = free_port()
-    prefill = server("prefill", *prefill_arguments("mooncake_tcp", port))
+    prefill = server("prefill", *peer_arguments("prefill", "mooncake_tcp", port))
     decode = server("decode", *peer_arguments("decode", "mooncake_tcp"))
     with (
         running(prefill, decode),

@@ -13,7 +13,6 @@ from sgl_kvpool.demo.cluster.servers import (
     metric_sum,
     peer_arguments,
     peer_environment,
-    prefill_arguments,
     router,
     until,
 )
@@ -23,7 +22,7 @@ from sgl_kvpool.demo.local_server import free_port, running
 def prefill_server(folder, name, layout, transfer="mooncake_tcp", *arguments):
     """A prefill server that is not started, and its bootstrap port."""
     port = free_port()
-    peer = [*prefill_arguments(transfer, port), *arguments]
+    peer = [*peer_arguments("prefill", transfer, port), *arguments]
     return server(folder, name, layout, *peer, environment=peer_environment()), port
 
 

@@ -13,7 +13,7 @@ import torch
 
 from sgl_kvpool.attention.decode import DecodeWorkspace, sm_count_of
 from sgl_kvpool.attention.decode_config import MAX_PROGRAMS_PER_SM, MAX_ROUNDS, decode_config
-from sgl_kvpool.codec import store_rows
+from sgl_kvpool.codec import gather_rows, store_rows
 from sgl_kvpool.commands import rehearsal
 from sgl_kvpool.commands.warmup.steps import Served
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
@@ -233,7 +233,7 @@ class SparseRows:
 
     def read(self) -> None:
         """Run `mla_decode` on split and whole top-k lists, and decode rows for extends."""
-        from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
+        from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
 
         heads = self.served.heads_per_rank
         size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
@@ -244,7 +244,7 @@ class SparseRows:
             counts = torch.ones(queries, dtype=torch.int32, device=self.device)
             reader.attend(q, self.rows, lists, counts, self.served.scaling)
         for dtype in (torch.int32, torch.int64):
-            decoded_rows(self.rows, torch.arange(2, dtype=dtype, device=self.device), self.fmt)
+            gather_rows(self.rows.squeeze(1), torch.arange(2, dtype=dtype, device=self.device), self.fmt)
 
     def batch_sizes(self) -> list[int]:
         """Batch sizes (queries) with split lists and with whole lists."""

@@ -74,10 +74,10 @@ def _compare(
     layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, folder: Path
 ) -> dict[str, Any]:
     """Send the same requests to the cluster of a layout and to one server; the result's JSON."""
-    bootstrap_port = free_port()
+    port = free_port()
     prefill = servers.small_server(
         layout.value,
-        [*servers.prefill_arguments("mooncake_tcp", bootstrap_port), *servers.store_arguments("mooncake")],
+        servers.peer_arguments("prefill", "mooncake_tcp", port) + servers.store_arguments("mooncake"),
         folder / f"prefill-{layout}.log",
         {**servers.peer_environment(), **store.environment},
     )
@@ -87,9 +87,7 @@ def _compare(
         folder / f"decode-{layout}.log",
         servers.peer_environment(),
     )
-    front = servers.router(
-        folder / f"router-{layout}.log", prefill=[(prefill, bootstrap_port)], decode=[decode]
-    )
+    front = servers.router(folder / f"router-{layout}.log", prefill=[(prefill, port)], decode=[decode])
     _say("starting a prefill and a decode server ...")
     with running(prefill, decode), front:
         # SGLang's client has already stored an entry of its own.

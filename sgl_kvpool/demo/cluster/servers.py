@@ -26,18 +26,13 @@ def peer_environment() -> dict[str, str]:
     return {"SGLANG_HOST_IP": _LOOPBACK, "HOST_IP": _LOOPBACK, "LD_LIBRARY_PATH": library_path()}
 
 
-def peer_arguments(mode: str, transfer: str, *more: str) -> list[str]:
+def peer_arguments(mode: str, transfer: str, bootstrap_port: int = 8998) -> list[str]:
     """Of prefill and decode servers; `transfer` `mooncake_tcp` and `nixl` need no RDMA network card."""
     return [
         *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer),
         # The warm-up would start a transfer without a peer.
-        *("--skip-server-warmup", *more),
+        *("--skip-server-warmup", "--disaggregation-bootstrap-port", str(bootstrap_port)),
     ]
-
-
-def prefill_arguments(transfer: str, bootstrap_port: int) -> list[str]:
-    """As `peer_arguments`."""
-    return peer_arguments("prefill", transfer, "--disaggregation-bootstrap-port", str(bootstrap_port))
 
 
 def router(

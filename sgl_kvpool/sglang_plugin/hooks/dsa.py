@@ -190,7 +190,8 @@ def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattene
         return original(quant_k_cache, page_table_1_flattened, *args, **kwargs)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-    from sgl_kvpool.srt.attention.sparse import decoded_rows
+    from sgl_kvpool.codec import gather_rows
 
     # The function does not get the pool; the rows belong to the pool of the running forward pass.
-    return decoded_rows(quant_k_cache, page_table_1_flattened, get_token_to_kv_pool().row_format)
+    fmt = get_token_to_kv_pool().row_format
+    return gather_rows(quant_k_cache.squeeze(1), page_table_1_flattened, fmt).unsqueeze(1)

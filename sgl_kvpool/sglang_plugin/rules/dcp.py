@@ -36,26 +36,24 @@ def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
         )
     if view.device == "cpu":
         raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs; leave it out")
-    if is_dsa(model_config):
-        raise Refusal(
-            f"{ours} and {model_name(model_config)}: SGLang attends such lists of several ranks with "
-            "TensorRT-LLM's kernel for Blackwell, which does not read these rows; leave it out"
-        )
-    if is_hybrid(model_config):
-        raise Refusal(
-            f"{ours} and {model_name(model_config)}: with layers that keep states it has not been tested; "
-            "leave it out"
-        )
-    if model_name(model_config) not in _GATHERED:
-        raise Refusal(
-            f"{ours} and {model_name(model_config)}: SGLang does not gather the rows of several ranks for "
-            "its prefills; leave it out"
-        )
-    if getattr(model_config.hf_text_config, "llama_4_scaling", None):
-        raise Refusal(
-            f"{ours} and {model_name(model_config)}: where SGLang scales its queries by their position, it "
-            "does not merge results of ranks; leave it out"
-        )
+    for unfit, reason in (
+        (
+            is_dsa(model_config),
+            "SGLang attends such lists of several ranks with TensorRT-LLM's kernel for Blackwell, which does "
+            "not read these rows",
+        ),
+        (is_hybrid(model_config), "with layers that keep states it has not been tested"),
+        (
+            model_name(model_config) not in _GATHERED,
+            "SGLang does not gather the rows of several ranks for its prefills",
+        ),
+        (
+            getattr(model_config.hf_text_config, "llama_4_scaling", None),
+            "where SGLang scales its queries by their position, it does not merge results of ranks",
+        ),
+    ):
+        if unfit:
+            raise Refusal(f"{ours} and {model_name(model_config)}: {reason}; leave it out")
     found = first_in_use(DCP_FEATURES, view)
     if found is not None:
         feature, text = found

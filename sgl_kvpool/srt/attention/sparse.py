@@ -1,8 +1,8 @@
 """Reads rows that SGLang's sparse attention (DSA) cannot read itself.
 
-Decode, verification and a draft's extend attend the rows of each query's top-k list by `mla_decode`. Extends
-gather and decode the rows of their requests once per layer, for SGLang's kernel over 16-bit keys. This module
-does not import SGLang; `sgl_kvpool.sglang_plugin.hooks.dsa` calls it where SGLang reads rows.
+Decode, verification and a draft's extend attend the rows of each query's top-k list by `mla_decode`. This
+module does not import SGLang; `sgl_kvpool.sglang_plugin.hooks.dsa` calls it where SGLang reads rows. There,
+extends gather and decode the rows of their requests once per layer, for SGLang's kernel over 16-bit keys.
 """
 
 import logging
@@ -11,7 +11,6 @@ import torch
 
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, sm_count_of, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_kernel_of
-from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,3 @@ class SparseReader:
             q, rows.squeeze(1), kv_indices, kv_lens, self.fmt, scale, workspace=self._workspace
         )
         return out
-
-
-def decoded_rows(rows: torch.Tensor, slots: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Keys of the given slots: `[tokens, 1, R + P]` bfloat16 from rows `[slots, 1, row_bytes]` uint8."""
-    return gather_rows(rows.squeeze(1), slots, fmt).unsqueeze(1)

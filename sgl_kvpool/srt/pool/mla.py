@@ -205,10 +205,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         decoded = torch.bfloat16 if as_stored else dtype
         rows = self.get_row_buffer(layer_id).squeeze(1)
         tokens, rank, rope_dim = loc.shape[0], self.kv_lora_rank, self.qk_rope_head_dim
-        nope = torch.empty((tokens, 1, rank), dtype=decoded, device=rows.device)
-        rope = None
-        if rope_dim:
-            rope = torch.empty((tokens, 1, rope_dim), dtype=decoded, device=rows.device)
+        nope = rows.new_empty((tokens, 1, rank), dtype=decoded)
+        rope = rows.new_empty((tokens, 1, rope_dim), dtype=decoded) if rope_dim else None
         gather_parts(
             rows,
             self.slot_to_row(loc),
