@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--legs", nargs="+", choices=names, default=names, help="servers by name (all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random requests (0)")
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
-    parser.add_argument("--server-args", type=shlex.split, default="", help="more arguments of all servers")
+    parser.add_argument("--server-args", default="", help="more arguments of all servers")
     parser.add_argument(
         "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], metavar="DAMAGE",
         help=f"damage the servers on purpose, with {', '.join(BREAKAGES)} (none)",
@@ -59,6 +59,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("; ".join(problems))
     require_writable(parser, options.json)
     legs = [leg for leg in LEGS if leg.name in options.legs]
+    try:
+        options.server_args = shlex.split(options.server_args)
+    except ValueError as error:
+        parser.error(f"--server-args {options.server_args!r}: {error}")
     try:
         if options.out is not None:
             with naming("--out", options.out):

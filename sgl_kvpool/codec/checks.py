@@ -125,7 +125,8 @@ def output(
     """Check a tensor to be written; if `dense`, values along its last axis have to be contiguous."""
     if tensor.dtype != dtype:
         raise TypeError(
-            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; allocate another"
+            f"{name} is {dtype_names(tensor.dtype)}, expected {dtype_names(dtype)}; allocate another, or ask "
+            "for its dtype"
         )
     if tuple(tensor.shape) != shape:
         raise ValueError(

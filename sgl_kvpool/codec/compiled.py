@@ -44,7 +44,7 @@ def row_layout(fmt: RowFormat) -> torch.Tensor:
         0 if rope is None else rope.offset_bytes,
         fmt.payload_bytes,
         fmt.row_bytes,
-        *[int(fmt.layout.uses_k_scale)] * 2,  # of the latent and of the rope
+        int(fmt.layout.uses_k_scale),
     ]
     # On the CPU also if torch has another default device.
     return torch.tensor(fields, dtype=torch.int64, device="cpu")

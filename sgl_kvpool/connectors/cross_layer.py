@@ -79,7 +79,8 @@ class LayerPages:
 class CrossLayerGroup:
     """Layers with the same pages and the same backend in one int8 tensor; see the module's docstring.
 
-    Made by `allocate_cross_layer`. `layers`: For each set the layer at each position; None is a hole.
+    Made by `allocate_cross_layer` alone, which checks its parts. `layers`: For each set the layer at each
+    position; None is a hole.
     """
 
     arrangement: KVArrangement

@@ -21,7 +21,7 @@ RowLayout layout_of(Latent latent, int64_t rank, int64_t rope) {
   const int64_t codes = is_bf16 ? 2 * rank : latent == Latent::kE2m1 ? rank / 2 : rank;
   const int64_t scales = latent == Latent::kE2m1 ? rank / kBlock : latent == Latent::kE4m3Tiles ? 4 * rank / kTile : 0;
   const int64_t payload = codes + scales + rope * (narrow_rope ? 1 : 2);
-  return {latent, narrow_rope ? Rope::kE4m3 : Rope::kBf16, rank, rope, 0, codes, codes + scales, payload, payload + 1, narrow_rope, narrow_rope};
+  return {latent, narrow_rope ? Rope::kE4m3 : Rope::kBf16, rank, rope, 0, codes, codes + scales, payload, payload + 1, narrow_rope};
 }
 
 bool run(const RowLayout& layout, int64_t heads, int64_t lists, int64_t most_rows, bool bf16) {

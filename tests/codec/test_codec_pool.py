@@ -157,7 +157,7 @@ REFUSED = {
     "slots range": (IndexError, r"slot 4 .* 4 rows.*-1", lambda: gather_rows(POOL, SLOT + 3, FMT)),
     "store range": (IndexError, r"slot 9 ", lambda: store_rows(POOL, SLOT + 8, NOPE, ROPE, FMT)),
     "output dtype": (TypeError, r"float64", lambda: decode_rows(POOL, FMT, torch.float64)),
-    "out dtype": (TypeError, r"out is float32, expected bfloat16; allocate another",
+    "out dtype": (TypeError, r"out is float32, expected bfloat16; allocate another, or ask for its dtype",
                   lambda: gather_rows(POOL, SLOT, FMT, out=torch.zeros(2, 192))),
     "fake_quant dtype": (TypeError, r"k_rope is float32, allowed beside k_nope .*: bfloat16; convert",
                          lambda: fake_quant(NOPE.bfloat16(), ROPE, "fp4")),

@@ -59,7 +59,7 @@ def test_nohup_keeps_it_from_a_hangup():
     ("arguments", "message"),
     [
         (["--minutes", "nan"], "argument --minutes: nan is not a finite number above 0"),
-        (["--server-args", "--x 'y"], 'argument --server-args: invalid split value: "--x \'y"'),
+        (["--server-args", "--x 'y"], '--server-args "--x \'y": No closing quotation'),
         (["--json", "/"], "--json '/': Is a directory; name another"),
         (["--out", "/proc/x"], "--out '/proc/x': No such file or directory; name another"),
         (["--model", "/no/such/model"], "does not exist"),

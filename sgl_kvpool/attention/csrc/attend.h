@@ -163,7 +163,7 @@ inline void attend_item(const Attention& call, const Item& item, Scratch& scratc
   constexpr bool kScaled = kFrom == Latent::kE4m3Tiles;
   const RowLayout& layout = *call.layout;
   const int64_t values = call.values(), stride = Scratch::tile_stride(layout);
-  const float scale = call.scale * layout.latent_divisor(call.k_scale);
+  const float scale = call.scale * layout.divisor(call.k_scale);
   pack_queries<kDot>(call, item, scratch.queries);
   std::memset(scratch.sums.values, 0, static_cast<size_t>(4 * item.count * layout.latent_values));
   int64_t limits[kMostQueries];
@@ -252,7 +252,7 @@ inline void attend_item(const Attention& call, const Item& item, Scratch& scratc
 // Writes the result of one query; `values` is in the order of `add_values`.
 inline void write_result(const Attention& call, int64_t token, int64_t head, const float* values, float largest,
                          float weights) {
-  const float factor = weights == 0.0f ? 0.0f : call.layout->latent_divisor(call.k_scale) / weights;
+  const float factor = weights == 0.0f ? 0.0f : call.layout->divisor(call.k_scale) / weights;
   uint8_t* out = call.out.at(token, head);
   for (int64_t first = 0; first < call.layout->latent_values; first += kHalves) {
     for (int i = 0; i < kHalves; ++i) {

@@ -99,7 +99,7 @@ void decode_row(const uint8_t* row, const kvpool::RowLayout& layout, float k_sca
       kvpool::decode_latent<kFrom>(row, layout, first, kvpool::kTile, to);
     });
   }
-  write_values(layout.rope_values, layout.rope_divisor(k_scale), rope,
+  write_values(layout.rope_values, layout.divisor(k_scale), rope,
                [&](uint16_t* to) KVPOOL_LAMBDA { kvpool::decode_rope(row, layout, to); });
 }
 

@@ -17,7 +17,7 @@ constexpr int kRope = 64;  // rotary values of a row with rope
 enum class Latent : int64_t { kBf16 = 0, kE4m3 = 1, kE4m3Tiles = 2, kE2m1 = 3 };
 enum class Rope : int64_t { kBf16 = 0, kE4m3 = 1 };
 
-// Byte table of a row, passed as eleven int64 in this order.
+// Byte table of a row, passed as ten int64 in this order.
 struct RowLayout {
   Latent latent;
   Rope rope;
@@ -28,15 +28,13 @@ struct RowLayout {
   int64_t rope_offset;
   int64_t payload_bytes;
   int64_t row_bytes;
-  int64_t latent_by_k_scale;  // 1: values are divided by the layer's k_scale
-  int64_t rope_by_k_scale;
+  int64_t by_k_scale;  // 1: all values are divided by the layer's k_scale
 
   KVPOOL_HD int latent_blocks() const { return static_cast<int>(latent_values / kBlock); }
-  KVPOOL_HD float latent_divisor(float k_scale) const { return latent_by_k_scale ? k_scale : 1.0f; }
-  KVPOOL_HD float rope_divisor(float k_scale) const { return rope_by_k_scale ? k_scale : 1.0f; }
+  KVPOOL_HD float divisor(float k_scale) const { return by_k_scale ? k_scale : 1.0f; }
 };
 
-static_assert(sizeof(RowLayout) == 11 * sizeof(int64_t), "a list of eleven numbers");
+static_assert(sizeof(RowLayout) == 10 * sizeof(int64_t), "a list of ten numbers");
 
 // Reads kBlocks blocks of 16 values, starting with `block`, as bf16.
 template <Latent kFrom, int kBlocks>
@@ -49,7 +47,7 @@ KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int bloc
   } else if constexpr (kFrom == Latent::kE4m3) {
     uint8_t codes[kBlocks * kBlock];
     load_bytes<kBlock * kBlocks>(latent + kBlock * block, codes);
-    e4m3_decode<kBlock * kBlocks>(codes, layout.latent_divisor(k_scale), values);
+    e4m3_decode<kBlock * kBlocks>(codes, layout.divisor(k_scale), values);
   } else if constexpr (kFrom == Latent::kE4m3Tiles) {
     constexpr int kTogether = kBlocks < kTileBlocks ? kBlocks : kTileBlocks;
     uint8_t codes[kBlocks * kBlock];
@@ -78,7 +76,7 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
     store_bytes<2 * kBlock * kBlocks>(latent + 2 * kBlock * block, values);
   } else if constexpr (kTo == Latent::kE4m3) {
     uint8_t codes[kBlocks * kBlock];
-    e4m3_encode<kBlock * kBlocks>(values, layout.latent_divisor(k_scale), codes);
+    e4m3_encode<kBlock * kBlocks>(values, layout.divisor(k_scale), codes);
     store_bytes<kBlock * kBlocks>(latent + kBlock * block, codes);
   } else if constexpr (kTo == Latent::kE4m3Tiles) {
     constexpr int kTogether = kBlocks < kTileBlocks ? kBlocks : kTileBlocks;
@@ -120,13 +118,13 @@ KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint
   } else {
     uint8_t codes[kValues];
     load_bytes<kValues>(source + first, codes);
-    e4m3_decode<kValues>(codes, from.rope_divisor(k_scale), values);
+    e4m3_decode<kValues>(codes, from.divisor(k_scale), values);
   }
   if (to.rope == Rope::kBf16) {
     store_bytes<2 * kValues, 4>(target + 2 * first, values);
   } else {
     uint8_t codes[kValues];
-    e4m3_encode<kValues>(values, to.rope_divisor(k_scale), codes);
+    e4m3_encode<kValues>(values, to.divisor(k_scale), codes);
     store_bytes<kValues>(target + first, codes);
   }
 }

@@ -133,7 +133,7 @@ KVPOOL_HD void decode_rope(const uint8_t* row, const RowLayout& layout, uint16_t
 template <Latent kFrom>
 KVPOOL_HD float latent_scale(const uint8_t* row, const RowLayout& layout, int64_t tile, float k_scale) {
   if constexpr (kFrom == Latent::kE4m3Tiles) return load<float>(row + layout.scale_offset + 4 * tile);
-  return layout.latent_divisor(k_scale);
+  return layout.divisor(k_scale);
 }
 
 // Calls function.template operator()<from>() for a layout's latent encoding.

@@ -261,10 +261,13 @@ def host() -> Finding:
     try:
         # SGLang's own number. Its file is run alone, because importing SGLang takes 10 s.
         names = runpy.run_path(str(package / "srt" / "mem_cache" / "host_memory.py"))
+        free = names["available_host_memory_bytes"](allow_cgroup_fallback=True)
     except (ImportError, OSError) as error:
         finding.problems.append(f"free memory is unknown ({error}): reinstall SGLang, and psutil for it")
         return finding
-    free = names["available_host_memory_bytes"](allow_cgroup_fallback=True)
+    except (KeyError, ValueError) as error:  # another SGLang; a control group outside this namespace
+        finding.problems.append(f"free memory is unknown: {type(error).__name__} of SGLang: {error}")
+        return finding
     finding.facts["free_bytes"] = free
     finding.facts["host_tier_bytes"] = max(0, free - RESERVED_BYTES)
     if free <= RESERVED_BYTES:

@@ -163,7 +163,8 @@ def _failing_line(error: BaseException) -> str:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     last = traceback.extract_tb(error.__traceback__)[-1]
     read = re.findall(r"(\w+)\.(\w+)", last.line or "")
-    values = [f"{name} {getattr(frame.f_locals[of], name)}" for of, name in read if of in frame.f_locals]
+    fields = [(name, getattr(frame.f_locals.get(of), "__dict__", {}).get(name)) for of, name in read]
+    values = [f"{name} {value}" for name, value in fields if isinstance(value, int | float | str)]
     where = ", ".join(values) or f"{last.filename}, line {last.lineno}"
     return f"{type(error).__name__} of SGLang's {last.line!r} ({where})"
 

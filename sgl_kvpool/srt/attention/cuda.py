@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, max_speculative_n
 from sglang.srt.utils import get_cuda_graph_max_batch_size
 
 from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.decode_config import decode_kernel_of
+from sgl_kvpool.attention.decode_config import decode_kernel_of, tile_config
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.decode_verify import (
@@ -84,7 +84,8 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = ChunkRunner(model_runner, self)
-        logger.info("kvpool_mla decodes %s with kernels in %s", self.fmt.layout, decode_kernel_of(self.fmt))
+        tile = tile_config(self.fmt.layout, heads * pool.slots_per_row, decode_kernel_of(self.fmt))
+        logger.info("kvpool_mla decodes %s with the %s kernel", self.fmt.layout, tile.kernel)
         self.absorbed_prefill: AbsorbedPrefill | None = None
         if not self.skip_prefill:
             self.absorbed_prefill = AbsorbedPrefill(

@@ -272,3 +272,19 @@ def test_free_memory_is_what_sglang_finds(monkeypatch):
     assert finding.facts["free_bytes"] <= (10 << 30) - 7
     assert finding.facts["host_tier_bytes"] == 0
     assert any("--enable-hierarchical-cache would not start" in note for note in finding.notes)
+
+
+def test_a_control_group_outside_the_namespace(monkeypatch):
+    """SGLang's function refuses its path; the other facts of the host stay."""
+    proc = {
+        Path("/proc/self/cgroup"): "0::/../other\n",
+        Path("/proc/self/mountinfo"): "1 0 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+    }
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *options: proc.get(path) or read_text(path, *options))
+    finding = probes.host()
+    assert finding.problems == [
+        "free memory is unknown: ValueError of SGLang: Cannot resolve cgroup memory path: /../other"
+    ]
+    assert finding.facts["cores"] == os.cpu_count()
+    assert finding.facts["host_tier_bytes"] is None
