@@ -127,11 +127,11 @@ def problems() -> list[str]:
         if name.startswith("SGLANG_") and text("SGL_" + name.removeprefix("SGLANG_")) == value:
             continue
         ours = _PREFIX + name.partition(_PREFIX)[2]
-        (nearest,) = difflib.get_close_matches(ours, VARIABLES, n=1, cutoff=0)
-        found.append(
-            f"{name}={value!r} is not a variable of sgl-kvpool; the nearest is {nearest}: set that instead, "
-            f"or unset {name}"
+        nearest = "".join(
+            f"the nearest is {near}: set that instead, or "
+            for near in difflib.get_close_matches(ours, VARIABLES, n=1)
         )
+        found.append(f"{name}={value!r} is not a variable of sgl-kvpool; {nearest}unset {name}")
     return found
 
 

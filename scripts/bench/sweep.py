@@ -274,8 +274,8 @@ def main(kind: type[Benchmark], argv: Sequence[str], prog: str) -> int:
     require_writable(parser, arguments.json)
     facts = {
         "benchmark": name, "schema": kind.schema, "commit": head, "argv": list(argv),
-        "device": arguments.device, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__,
-        "sgl-kvpool": __version__, "python": platform.python_version(),
+        "device": arguments.device, "quick": arguments.quick, "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__, "sgl-kvpool": __version__, "python": platform.python_version(),
     }  # fmt: skip
     try:
         report = Report(arguments.json, facts, arguments.goes_on)

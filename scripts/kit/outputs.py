@@ -31,6 +31,11 @@ def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None
     try:
         with naming("--json", path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file() or not path.exists():
+                _beside(path).open("w").close()  # its name is longer
+                _beside(path).unlink()
+            elif not path.is_dir():
+                raise ValueError(f"--json {str(path)!r} is not a regular file; name another")
             path.open("a").close()
     except ValueError as error:
         parser.error(str(error))
@@ -55,7 +60,7 @@ class Report:
     `path`: A JSON file, replaced atomically at each write. None keeps the results in memory.
     `facts`: Fields of the file beside "results".
     `goes_on`: Whether to keep the results that the file has already.
-    ValueError: if these results have another schema, or are of another commit, or there is no file.
+    ValueError: if these results are of another commit, schema, program, device or size, or there is no file.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], goes_on: bool = False) -> None:
@@ -64,12 +69,15 @@ class Report:
         if goes_on and path is None:
             raise ValueError("--continue keeps the results of a file; name it with --json")
         if goes_on and path is not None and path.exists() and path.stat().st_size:
-            kept = json.loads(path.read_text("utf-8"))
-            for name in ("schema", "commit"):
+            with naming("--json", path):
+                kept = json.loads(path.read_text("utf-8"))
+            way_out = "name another file, or leave out --continue"
+            if not isinstance(kept, dict) or not isinstance(kept.get("results"), list):
+                raise ValueError(f"{path} has no results; {way_out}")
+            for name in ("benchmark", "script", "schema", "commit", "device", "quick"):
                 if kept.get(name) != facts.get(name):
                     raise ValueError(
-                        f"{path} has results of {name} {kept.get(name)}, not {facts.get(name)}; name "
-                        "another file, or leave out --continue"
+                        f"{path} has results of {name} {kept.get(name)}, not {facts.get(name)}; {way_out}"
                     )
             self.rows = [row for row in kept["results"] if row["status"] != "not run"]
         self._jobs = {_key(row["job"]) for row in self.rows}
@@ -96,9 +104,13 @@ def _key(job: Any) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file atomically: a reader gets the old text or the new text, never a part."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text, "utf-8")
-    beside.replace(path)
+    _beside(path).write_text(text, "utf-8")
+    _beside(path).replace(path.resolve())
+
+
+def _beside(path: Path) -> Path:
+    real = path.resolve()
+    return real.with_name(f"{real.name}.new")
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -95,7 +95,7 @@ def attend_lists(
         for begin in range(0, length, _CHUNK_ROWS):
             place = entries.storage_offset() + first + begin * step
             slots = entries.as_strided((min(_CHUNK_ROWS, length - begin),), (step,), place)
-            rows = rows_of_slots(slots.long(), page)
+            rows = rows_of_slots(slots.long().clamp(max=1 << 40), page)  # beyond any pool; products fit
             kv = gather_rows(pool, rows, fmt, torch.float32, k_scale=k_scale)
             left = limits[own] - begin
             part = attend(queries[own], kv, fmt.kv_lora_rank, scale, limits=left, present=rows >= 0)

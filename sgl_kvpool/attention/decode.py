@@ -40,10 +40,12 @@ def workspace_bytes(
     `sm_count`: Streaming multiprocessors of the device.
     `batch_invariant`: Value passed to `mla_decode`.
 
-    ValueError if `heads`, `queries_per_list` or `sm_count` is not a positive integer.
+    ValueError if `heads`, `queries_per_list` or `sm_count` is not a positive integer, or `max_tokens` or
+    `max_rows` is negative.
     """
     heads, sm_count = whole_number("heads", heads), whole_number("sm_count", sm_count)
     most = 0
+    max_tokens, max_rows = whole_number("max_tokens", max_tokens, 0), whole_number("max_rows", max_rows, 0)
     lists = max(1, max_tokens // whole_number("queries_per_list", queries_per_list))
     if batch_invariant:
         config = decode_config(fmt, heads, queries_per_list, INVARIANT_LISTS, max_rows, sm_count)
@@ -204,8 +206,8 @@ def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) ->
         raise IndexError(
             f"list_index[{group}] is {chosen[group]}, kv_indices has {count} lists; pass another"
         )
-    fields = (chosen * p.kv_indices.stride(0), groups * each, np.full_like(groups, each))
-    lists = torch.from_numpy(np.stack(fields, axis=1))
+    elements, tokens = chosen * p.kv_indices.stride(0), groups * each
+    lists = torch.from_numpy(np.stack([elements, tokens, np.full_like(groups, each)], axis=1))
     cpu.attend_lists(
         p.out, p.lse, p.q, p.q_rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page,
         batch_invariant=batch_invariant,

@@ -124,10 +124,13 @@ def test_invalid_counts_and_lists():
 
 @pytest.mark.usefixtures("each_attention")
 @pytest.mark.parametrize("page", [None, (4, 12)])
-def test_slots_beyond_the_pool_are_refused(page):
+@pytest.mark.parametrize("slot", [None, 2**61, 2**62, 2**63 - 1])
+def test_slots_beyond_the_pool_are_refused(page, slot):
     """The kernels skip them: tests/ptxrun/test_ptx_decode.py."""
     case = make_case("bf16", rank=128, arrangement="page_major" if page else "layer_major", counts=((9,),))
     assert case.page == page
-    case.kv_indices[0, 0] = len(case.values)
+    if slot is not None:
+        case = case.but(kv_indices=case.kv_indices.long())
+    case.kv_indices[0, 0] = len(case.values) if slot is None else slot
     with pytest.raises(IndexError, match="outside of a pool"):
         on_cpu(case)

@@ -65,6 +65,9 @@ def test_the_nearest_name(environment, name, meant):
         f"or unset {name}"
     ]
 
+    environment(KVPOOL_DCP_SIZE="2")
+    assert env.problems() == ["KVPOOL_DCP_SIZE='2' is not a variable of sgl-kvpool; unset KVPOOL_DCP_SIZE"]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

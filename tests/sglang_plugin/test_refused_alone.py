@@ -128,7 +128,7 @@ def test_an_engine_raises_in_its_program(launcher, arguments, environment, text)
     [
         *((number.field, "-1") for number in argument_rules.NUMBERS),
         *(("page_size", "0"), ("mem_fraction_static", "1.5"), ("mem_fraction_static", "nan")),
-        *(("mamba_full_memory_ratio", "inf"), ("tp_size", "0")),
+        *(("mamba_full_memory_ratio", "inf"), ("tp_size", "0"), ("attn_dp_size", "0"), ("attn_cp_size", "0")),
     ],
 )
 def test_invalid_numbers_of_the_pool_are_refused(resolve, checkpoints, field, value):

@@ -55,6 +55,7 @@ struct Attention {
     // Of 100 ns for a row and one head, two divisions would be a tenth.
     if (slot < 0 || (slots_per_row == 1 && page_tokens == page_rows)) return slot;
     const int64_t stored = slot / slots_per_row;
+    if (stored >> 40) return stored;  // beyond any pool, as its row, whose product could overflow
     return stored + stored / page_tokens * (page_rows - page_tokens);
   }
   int64_t values() const { return layout->latent_values + layout->rope_values; }

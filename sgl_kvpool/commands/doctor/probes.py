@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -241,7 +242,7 @@ def host() -> Finding:
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE,
             "free_bytes": None,
             "host_tier_bytes": None,
-            "compiler": shutil.which(os.environ.get("CXX", "c++")),
+            "compiler": shutil.which(shlex.split(env.text("CXX") or "c++")[0]),
             "cores": os.cpu_count(),
             **_numa(),
         }
@@ -265,7 +266,7 @@ def host() -> Finding:
     except (ImportError, OSError) as error:
         finding.problems.append(f"free memory is unknown ({error}): reinstall SGLang, and psutil for it")
         return finding
-    except (KeyError, ValueError) as error:  # another SGLang; a control group outside this namespace
+    except Exception as error:  # another SGLang; a control group outside this namespace
         finding.problems.append(f"free memory is unknown: {type(error).__name__} of SGLang: {error}")
         return finding
     finding.facts["free_bytes"] = free

@@ -163,7 +163,7 @@ def _failing_line(error: BaseException) -> str:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     last = traceback.extract_tb(error.__traceback__)[-1]
     read = re.findall(r"(\w+)\.(\w+)", last.line or "")
-    fields = [(name, getattr(frame.f_locals.get(of), "__dict__", {}).get(name)) for of, name in read]
+    fields = [(name, getattr(frame.f_locals.get(of), name, None)) for of, name in read]
     values = [f"{name} {value}" for name, value in fields if isinstance(value, int | float | str)]
     where = ", ".join(values) or f"{last.filename}, line {last.lineno}"
     return f"{type(error).__name__} of SGLang's {last.line!r} ({where})"

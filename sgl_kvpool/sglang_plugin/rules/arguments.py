@@ -67,7 +67,7 @@ NUMBERS = (
     Number("context_length", "number of tokens"),
     Number("max_running_requests", "number of requests"),
     Number("mem_fraction_static", "share of the memory", most=1),
-    *(Number(f"{kind}_size", "number of ranks") for kind in ("tp", "pp", "dp")),
+    *(Number(f"{kind}_size", "number of ranks") for kind in ("tp", "pp", "dp", "attn_dp", "attn_cp", "ep")),
     Number("speculative_num_draft_tokens", "number of tokens"),
     Number("max_mamba_cache_size", "number of states"),
     Number("mamba_full_memory_ratio", "ratio of memory", most=inf),

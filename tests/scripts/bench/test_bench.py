@@ -1,12 +1,14 @@
 """`python -m scripts.bench`: its arguments, its files, and the commit that its results name."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from scripts.bench.__main__ import main
 from scripts.bench.measurements import measurements
+from scripts.kit.outputs import replace_file
 
 ROOT = Path(__file__).resolve().parents[3]
 #: A second of work.
@@ -66,9 +68,35 @@ def test_a_run_and_its_continuation(tmp_path, capsys):
     again = json.loads(report.read_text())["results"]
     assert again[0] == found["results"][0]
     assert (again[1]["job"], again[1]["status"]) == (cases[1], "measured")
-    report.write_text(json.dumps({**found, "schema": 0}))
+    for kept, said in (
+        ({**found, "schema": 0}, "has results of schema 0"),
+        ({**found, "device": "cuda"}, "has results of device cuda"),
+        ({**found, "quick": False}, "has results of quick False"),
+        ({**found, "benchmark": "codec"}, "has results of benchmark codec"),
+        ([], "has no results; name another file"),
+        ({**found, "results": 3}, "has no results; name another file"),
+    ):
+        report.write_text(json.dumps(kept))
+        assert status(["attention", *argv, "--continue"]) == 2
+        assert said in capsys.readouterr().err
+    report.write_text("{")
     assert status(["attention", *argv, "--continue"]) == 2
-    assert "has results of schema 0" in capsys.readouterr().err
+    assert f"--json '{report}': " in capsys.readouterr().err
+
+
+def test_what_cannot_be_replaced_by_results(tmp_path, capsys):
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    for path, said in (
+        (fifo, "is not a regular file; name another"),
+        (tmp_path / ("x" * 255), "name too long"),
+    ):
+        assert status(["codec", "--json", str(path)]) == 2
+        assert said in capsys.readouterr().err
+    link.symlink_to(tmp_path / "file")
+    replace_file(link, "{}")
+    assert link.is_symlink()
+    assert (tmp_path / "file").read_text() == "{}"
 
 
 def test_time_that_is_spent_and_results_that_are_wrong(tmp_path, monkeypatch, capsys):
