@@ -206,8 +206,8 @@ def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) ->
         raise IndexError(
             f"list_index[{group}] is {chosen[group]}, kv_indices has {count} lists; pass another"
         )
-    elements, tokens = chosen * p.kv_indices.stride(0), groups * each
-    lists = torch.from_numpy(np.stack([elements, tokens, np.full_like(groups, each)], axis=1))
+    elements = chosen * p.kv_indices.stride(0)
+    lists = torch.from_numpy(np.stack([elements, groups * each, np.full_like(groups, each)], axis=1))
     cpu.attend_lists(
         p.out, p.lse, p.q, p.q_rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page,
         batch_invariant=batch_invariant,

@@ -65,6 +65,8 @@ def test_the_nearest_name(environment, name, meant):
         f"or unset {name}"
     ]
 
+
+def test_a_name_that_is_near_none(environment):
     environment(KVPOOL_DCP_SIZE="2")
     assert env.problems() == ["KVPOOL_DCP_SIZE='2' is not a variable of sgl-kvpool; unset KVPOOL_DCP_SIZE"]
 

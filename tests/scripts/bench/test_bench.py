@@ -81,7 +81,7 @@ def test_a_run_and_its_continuation(tmp_path, capsys):
         assert said in capsys.readouterr().err
     report.write_text("{")
     assert status(["attention", *argv, "--continue"]) == 2
-    assert f"--json '{report}': " in capsys.readouterr().err
+    assert ": Expecting property name enclosed in double quotes" in capsys.readouterr().err
 
 
 def test_what_cannot_be_replaced_by_results(tmp_path, capsys):
