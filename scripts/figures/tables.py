@@ -57,7 +57,7 @@ def _percent(share: float) -> str:
 
 
 def errors_table() -> str:
-    """Relative error of every form but `bf16`, which has none, for every distribution."""
+    """Relative errors of all forms except `bf16`, which stores values unchanged, for every distribution."""
     forms = {name: form for name, form in FORMS.items() if name != "`bf16`"}
     lines = []
     for name in DISTRIBUTIONS:

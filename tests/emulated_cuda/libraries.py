@@ -271,7 +271,7 @@ def install() -> None:
 
 
 def disable_nccl() -> None:
-    """Keep SGLang's own communicator of NCCL disabled, which it enables in captures though there is none."""
+    """Keep SGLang's NCCL communicator disabled: graph captures enable it, and this device has no NCCL."""
     from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     PyNcclCommunicator.change_state = lambda self, enable=None: contextlib.nullcontext()
