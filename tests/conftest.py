@@ -126,6 +126,8 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
     for item in items:
         left_out = next((name for name in NOT_EMULATED if item.get_closest_marker(name)), None)
+        if left_out == "server" and os.environ.get("TEST_SERVERS") == "1":
+            left_out = None
         if EMULATED and left_out:
             item.add_marker(pytest.mark.skip(reason=NOT_EMULATED[left_out]))
         elif item.get_closest_marker("gpu") and not (HAS_GPU or EMULATED):

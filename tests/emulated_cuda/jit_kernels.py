@@ -1,6 +1,7 @@
 """Kernels that SGLang compiles when they are first used: operators of the device, with the kernels' checks.
 
-`load_jit` gives these instead of a compiled module if all functions of a module are in `EXPORTS`.
+`load_jit` gives these instead of a compiled module if all functions of a module are in `EXPORTS`, or if the
+module is in `MODULES`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ EXPORTS: dict[str, Callable[..., None]] = {
 }
 
 
+#: Name of a module -> its functions, where their names are not unique.
+MODULES: dict[str, dict[str, Callable[..., None]]] = {}
+
+
 def install() -> None:
     """Replace SGLang's look-up of compiled modules and its loading of them."""
     from sglang.kernels.jit.utils.compile import loader
@@ -77,8 +82,12 @@ def install() -> None:
 
     def find_replaced(*, spec: Any, scope: Any) -> Any:
         names = [name for name, _ in spec.cuda_wrappers]
+        if spec.module_args[0] in MODULES:
+            return SimpleNamespace(**MODULES[spec.module_args[0]])
         if names and EXPORTS.keys() >= set(names):
             return SimpleNamespace(**{name: EXPORTS[name] for name in names})
+        if names:
+            raise NotImplementedError(f"{spec.module_name} of load_jit, with {names}, is not replaced")
         return find(spec=spec, scope=scope)
 
     def load_replaced(library: Any) -> Any:

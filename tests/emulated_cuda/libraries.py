@@ -9,7 +9,6 @@
 | sgl_kernel | `sgl_kernel::weak_ref_tensor` | `graphs.unowned` |
 | deep_gemm | `deep_gemm::get_num_sms` | the described number |
 | deep_gemm | `deep_gemm::get_paged_mqa_logits_metadata` | `_paged_mqa_schedule` |
-| sglang.kernels | `sglang::apply_rope_inplace` | `_apply_rope` |
 | flashinfer | `flashinfer.norm._rmsnorm_impl` | `_rms_norm` |
 | flashinfer | the compiled module of `BatchMLAPagedAttentionWrapper` | `CompiledMla` |
 | flashinfer | the compiled module of `BatchPrefillWithRaggedKVCacheWrapper` | `CompiledRagged` |
@@ -18,8 +17,7 @@
 | sglang.kernels | modules of `load_jit` whose functions are in `jit_kernels.EXPORTS` | the functions there |
 | NCCL | process groups of torch.distributed | gloo's, on the memory of the CPU |
 
-DeepGEMM's kernels of the sparse indexer are not replaced: they read index keys alone, which are SGLang's own,
-and tests of sparse attention give the lists that the indexer would choose.
+`models` has those of SGLang's model classes, in a table of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ import torch
 
 from emulated_cuda import graphs
 
-__all__ = ["OPERATORS", "install", "install_process_groups"]
+__all__ = ["OPERATORS", "WRITES", "install", "install_process_groups"]
 
 
 def _merge_state_v2(v_a, s_a, v_b, s_b, v, s) -> None:
@@ -127,19 +125,6 @@ def _paged_mqa_schedule(context_lens, block_kv, sms, indices=None) -> torch.Tens
     return torch.stack([request, starts - before], -1).int()
 
 
-def _apply_rope(q, k, cos_sin, positions, is_neox, rope_dim=0) -> None:
-    """SGLang's rotary embedding of interleaved pairs, in place."""
-    assert not is_neox
-    assert cos_sin.dtype == torch.float32
-    assert rope_dim in (0, cos_sin.shape[-1])
-    cos, sin = cos_sin[positions.long(), None].chunk(2, -1)
-    for x in (q, k):
-        assert x.dim() == 3
-        assert x.shape[-1] == cos_sin.shape[-1]
-        one, other = x[..., ::2].float(), x[..., 1::2].float()
-        x[..., ::2], x[..., 1::2] = one * cos - other * sin, other * cos + one * sin
-
-
 def _rms_norm(out, x, weight, eps, enable_pdl) -> None:
     for tensor in (out, x, weight):
         assert tensor.device.type == "cuda"
@@ -170,7 +155,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "flash_mla_legacy::sparse_decode_fwd": _sparse_decode,
     "flash_mla_legacy::sparse_prefill_fwd": _sparse_prefill,
     "sgl_kernel::weak_ref_tensor": graphs.unowned,
-    "sglang::apply_rope_inplace": _apply_rope,
     "sglang::inplace_all_reduce": _collective("_all_reduce_in_place"),
     "sglang::reg_all_gather_into_tensor": _collective("_all_gather_into_tensor"),
     "sglang::reg_all_to_all_single": _collective("_all_to_all_single"),
@@ -178,6 +162,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "deep_gemm::get_num_sms": lambda: torch.cuda.get_device_properties(0).multi_processor_count,
     "deep_gemm::get_paged_mqa_logits_metadata": _paged_mqa_schedule,
 }
+
+#: Operator -> arguments that it writes although its schema does not mark them.
+WRITES: dict[str, tuple[str, ...]] = {}
 
 
 class CompiledMla:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -17,12 +19,14 @@ __all__ = [
     "COUNTS",
     "HostWait",
     "Mode",
+    "UnmarkedWrite",
     "device_tensor",
     "host_waits",
     "run",
     "set_sync_debug_mode",
     "to",
     "touch",
+    "writes_only",
 ]
 
 
@@ -151,8 +155,10 @@ def _row_index(name: str, args: Any) -> Any:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Arguments that an operator writes."""
     found = []
+    unmarked = libraries.WRITES.get(func._schema.name, ())
     for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or argument.name in unmarked:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += value if isinstance(value, list | tuple) else [value]
     return [x for x in found if isinstance(x, torch.Tensor)]
@@ -239,11 +245,43 @@ def _carry_out(func: Any, call: Any, name: str, args: Any, kwargs: Any, where: s
     stream = order.current_stream()
     epoch = stream.issue(f"{name} at {where}")
     changed = {id(x) for x in _written(func, args, kwargs)}
+    reads = not name.startswith(("new_", "empty")) and not name.endswith("_like")  # shapes alone
     for x in tree_flatten((args, kwargs))[0]:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and (reads or id(x) in changed):
             rows = _row_index(name, args) if x is args[0] else None
             touch(x, stream, epoch, write=id(x) in changed, rows=rows)
-    return call(*args, **kwargs), epoch
+    if call is func:
+        return call(*args, **kwargs), epoch
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    with writes_only(str(func), tensors, [n for n, x in enumerate(tensors) if id(x) in changed]):
+        return call(*args, **kwargs), epoch
+
+
+class UnmarkedWrite(RuntimeError):
+    """A replaced operator writes what its schema or its table does not say.
+
+    The write would be neither ordered nor part of a graph.
+    """
+
+
+@contextlib.contextmanager
+def writes_only(name: str, values: Sequence[Any], writes: Collection[int] | None) -> Iterator[None]:
+    """Check that the block changes only `values[i]` for `i` in `writes`; None: it is not checked."""
+    kept = {
+        number: _bytes_of(x).copy()
+        for number, x in enumerate(values)
+        if writes is not None and number not in writes and isinstance(x, torch.Tensor)
+    }
+    yield
+    for number, before in kept.items():
+        if not np.array_equal(before, _bytes_of(values[number])):
+            raise UnmarkedWrite(
+                f"{name} writes its argument {number}, which its schema or its table does not say"
+            )
+
+
+def _bytes_of(x: torch.Tensor) -> np.ndarray:
+    return x.contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _is_view(func: Any) -> bool:

@@ -41,7 +41,7 @@ __all__ = [
 
 HOST = 0
 #: Memory above this size has one clock for 16 bytes, the alignment of rows; below, one for each byte.
-FINE_BYTES = 1 << 16
+FINE_BYTES = 1 << 20
 #: Folders whose lines are not named: of ptxrun, and of packages that call operators and kernels.
 _DEVICE = str(Path(__file__).parent)
 _SKIPPED = (
@@ -91,6 +91,8 @@ _host: Clock = {}
 _epochs: list[tuple[int, int, str]] = [(HOST, 0, "")]
 _later: list[tuple[int, int, Callable[[], None]]] = []
 _streams: dict[int, Stream] = {}
+#: The capture that is under way, `graphs.Capture`: it notes what orders its streams.
+capture: Any = None
 
 
 class Stream:
@@ -126,10 +128,18 @@ class Stream:
         return len(_epochs) - 1
 
     def wait_stream(self, other: Stream) -> None:
+        if capture is not None:
+            capture.wait_stream(self, other)
         _join(self.clock, other.clock)
 
     def wait_event(self, event: Event) -> None:
+        if capture is not None:
+            capture.wait_event(self, event)
         _join(self.clock, event.clock)
+
+    def join(self, clock: Clock) -> None:
+        """Later operations follow those of a clock."""
+        _join(self.clock, clock)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -159,11 +169,16 @@ class Event:
         self.enable_timing = enable_timing
         self.clock: Clock = {}
         self.recorded = False
+        #: The capture in which it was recorded last, and its number there.
+        self.captured: tuple[Any, int] | None = None
         self.cuda_event = id(self)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
         stream.issue(place())
+        self.captured = None
+        if capture is not None:
+            capture.record_event(self, stream)
         self.clock, self.recorded = dict(stream.clock), True
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -362,6 +377,8 @@ def _set(array: np.ndarray, part: Callable[[np.ndarray], np.ndarray], epoch: int
 
 
 def _check(epochs: np.ndarray, clock: Clock, doing: str, did: str) -> None:
+    if not epochs.size:
+        return
     lowest, highest = int(epochs.min()), int(epochs.max())
     for epoch in (lowest,) if lowest == highest else _different(epochs):
         agent, tick, where = _epochs[epoch]

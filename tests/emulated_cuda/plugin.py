@@ -56,7 +56,16 @@ def install() -> None:
         "/bin/true" if name == "nvidia-smi" else which(name, *args, **options)
     )
 
-    from emulated_cuda import described, imports, jit_kernels, launches, libcudart, libraries, operators
+    from emulated_cuda import (
+        described,
+        imports,
+        jit_kernels,
+        launches,
+        libcudart,
+        libraries,
+        models,
+        operators,
+    )
 
     if (home := libcudart.toolkit()) is not None:
         os.environ["CUDA_HOME"] = str(home)
@@ -69,6 +78,7 @@ def install() -> None:
     imports.after("flashinfer", libraries.install)
     imports.after("sglang.srt.distributed.device_communicators.pynccl", libraries.disable_nccl)
     imports.after("sglang.kernels.jit.utils.compile.loader", jit_kernels.install)
+    models.install()
     mode = operators.Mode()
     mode.__enter__()  # for the main thread, until the process ends
     start = threading.Thread.start

@@ -33,6 +33,15 @@ class CudaTensor(torch.Tensor):
     def device(self) -> torch.device:
         return DEVICE
 
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.on_cpu = other.on_cpu
+
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
@@ -58,6 +67,9 @@ class CudaTensor(torch.Tensor):
         from emulated_cuda import operators
 
         return operators.to(self, *args, **options)
+
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or DEVICE)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()

@@ -1,15 +1,21 @@
 // Floating-point arithmetic, comparisons, selections, moves and conversions.
 #pragma once
 
+#include <limits>
+
 #include "integer.h"
 
 namespace ptxrun {
 
-enum FOp : u8 { FADD, FSUB, FMUL, FFMA, FMIN, FMAX, FDIV, FRCP, FEX2 };
+enum FOp : u8 { FADD, FSUB, FMUL, FFMA, FMIN, FMAX, FDIV, FRCP, FEX2, FLG2, FSQRT, FRSQRT };
 
 // The larger number, or the less; with .NaN (in.c), NaN if either is.
 static float extreme(const Inst& in, float a, float b, bool least) {
-  if (in.c && (a != a || b != b)) return NAN;
+  if (in.c & 4) {
+    float low = std::fabs(a), high = std::fabs(b), r = (low < high) == least ? low : high;
+    return std::signbit(a) != std::signbit(b) ? -r : r;
+  }
+  if (in.c & 1 && (a != a || b != b)) return NAN;
   if (a != a) return b;
   if (b != b) return a;
   if (a == b) return std::signbit(a) == least ? a : b;
@@ -46,7 +52,7 @@ static float ulps(Machine& x, float v) {  // approximate functions: moved by up 
 }
 
 HANDLER(f32_arith) {  // in.b: approximate; in.c: .NaN
-  int n = in.a == FFMA ? 3 : in.a == FRCP || in.a == FEX2 ? 1 : 2;
+  int n = in.a == FFMA ? 3 : in.a >= FRCP ? 1 : 2;
   const u64* s[3];
   for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
   u64* d = x.wr(w, in, 0, m);
@@ -60,16 +66,31 @@ HANDLER(f32_arith) {  // in.b: approximate; in.c: .NaN
       case FADD: r = v[0] + v[1]; break;
       case FSUB: r = v[0] - v[1]; break;
       case FMUL: r = v[0] * v[1]; break;
-      case FFMA: r = std::fma(v[0], v[1], v[2]); break;
+      case FFMA: {
+        r = std::fma(v[0], v[1], v[2]);
+        double exact = std::fma((double)v[0], (double)v[1], (double)v[2]);
+        if (in.c & 2 && r > exact) r = std::nextafter(r, -INFINITY);
+        break;
+      }
       case FMIN: r = extreme(in, v[0], v[1], true); break;
       case FMAX: r = extreme(in, v[0], v[1], false); break;
       case FDIV: r = v[0] / v[1]; break;
       case FRCP: r = 1.f / v[0]; break;
+      case FLG2: r = (float)std::log2((double)v[0]); break;
+      case FSQRT: r = std::sqrt(v[0]); break;
+      case FRSQRT: r = (float)(1.0 / std::sqrt((double)v[0])); break;
       default: r = (float)std::exp2((double)v[0]);
     }
     if (in.b) r = ulps(x, r);
     d[l] = f32_bits(in.ftz ? flush(r) : r);
   });
+}
+
+HANDLER(half_sign) {  // in.a: 0 abs, 1 neg
+  const u64* a = x.rd(w, in, 1, m);
+  u64* d = x.wr(w, in, 0, m);
+  u64 bits = in.t == F16X2 || in.t == BF16X2 ? 0x80008000u : 0x8000u;
+  lanes(m, [&](int l) { d[l] = in.a ? a[l] ^ bits : a[l] & ~bits; });
 }
 
 HANDLER(f32_sign) {  // in.a: 0 abs, 1 neg
@@ -175,6 +196,10 @@ HANDLER(m_mov) {  // cvta too: addresses of shared memory are the same in both s
 }
 
 // ---------------------------------------------------------------------------------------------- conversions
+static double whole(double v, int mode) {  // 1 up, 2 down, 3 towards zero, 4 nearest even
+  return mode == 1 ? std::ceil(v) : mode == 2 ? std::floor(v) : mode == 3 ? std::trunc(v) : mode == 4 ? std::nearbyint(v) : v;
+}
+
 HANDLER(v_cvt) {  // in.t destination, in.t2 source
   T dt = in.t, st = in.t2;
   const u64* a = x.rd(w, in, 1, m);
@@ -187,9 +212,21 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source
       u64 low = b ? b[l] : a[l] & 0xff, high = b ? a[l] : a[l] >> 8;
       r[l] = encode(decode(low, st), dt) | encode(decode(high, st), dt) << bits;
     });
-  } else if (is_float(st))
+  } else if (is_float(st) && !is_float(dt))
+    by_int(dt, [&](auto y) {
+      using D = decltype(y);
+      lanes(m, [&](int l) {
+        double v = whole(decode(a[l], st), in.c);
+        double low = (double)std::numeric_limits<D>::lowest(), high = (double)std::numeric_limits<D>::max();
+        D i = v != v ? 0 : v <= low ? std::numeric_limits<D>::lowest() : v >= high ? std::numeric_limits<D>::max() : (D)v;
+        r[l] = std::is_signed_v<D> ? (u64)(i64)i : zext<D>(i);
+      });
+    });
+  else if (is_float(st))
     lanes(m, [&](int l) {
-      double v = decode(a[l], st);
+      double v = whole(decode(a[l], st), in.c);
+      if (in.ftz) v = flush((float)v);
+      if (in.b) v = v > 1 ? 1 : v > 0 ? v : 0;
       r[l] = dt == F32 ? f32_bits((float)v) : encode(v, dt);
     });
   else

@@ -59,6 +59,7 @@ inline u32 encode(double x, T t) {
     case BF16:
     case BF16X2: return encode_small(x, 8, 7, RN);
     case E4M3X2: return encode_small(x, 4, 3, RN, true);
+    case TF32: return x != x ? 0x7fffffffu : (std::bit_cast<u32>((float)x) + 0x1000u) & ~0x1fffu;
     default: return x != x ? 0x7fffffffu : encode_small(x, 8, 23, RN);
   }
 }
@@ -70,6 +71,7 @@ inline double decode(u64 b, T t) {
     case BF16:
     case BF16X2: return as_f32((b & 0xffff) << 16);
     case E4M3X2: return tables.e4m3[b & 0xff];
+    case TF32: return as_f32(b & ~0x1fffull);
     default: return as_f32(b);
   }
 }

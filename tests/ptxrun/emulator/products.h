@@ -30,20 +30,33 @@ static void pairs_of_a(const u64* v, int i, T t, double (*out)[64]) {
       out[(l >> 2) + 8 * (i & 1)][2 * (l & 3) + (i >> 1) * 8 + h] = decode(v[l] >> (16 * h) & 0xffff, t);
 }
 
+static void single_of_a(const u64* v, int i, double (*out)[64]) {
+  for (int l = 0; l < 32; l++) out[(l >> 2) + 8 * (i & 1)][(l & 3) + 4 * (i >> 1)] = decode(v[l], TF32);
+}
+
 HANDLER(mma_sync) {  // m16n8k16, in.t the operands' type, float32 results
   if (m != ~0u) x.fault(w, in, "mma.sync needs all lanes");
   static double A[16][64], B[8][64];
+  int depth = in.t == TF32 ? 8 : 16;
+  if (in.t == TF32) {
+    for (int i = 0; i < 4; i++) single_of_a(x.rd(w, in, in.o[1].v[i], m), i, A);
+    for (int i = 0; i < 2; i++) {
+      const u64* v = x.rd(w, in, in.o[2].v[i], m);
+      for (int l = 0; l < 32; l++) B[l >> 2][(l & 3) + 4 * i] = decode(v[l], TF32);
+    }
+  } else {
   for (int i = 0; i < 4; i++) pairs_of_a(x.rd(w, in, in.o[1].v[i], m), i, in.t, A);
   for (int i = 0; i < 2; i++) {
     const u64* v = x.rd(w, in, in.o[2].v[i], m);
     for (int l = 0; l < 32; l++)
       for (int h = 0; h < 2; h++) B[l >> 2][2 * (l & 3) + i * 8 + h] = decode(v[l] >> (16 * h) & 0xffff, in.t);
   }
+  }
   u64 r[4][32];
   for (int i = 0; i < 4; i++) {
     const u64* v = x.rd(w, in, in.o[3].v[i], m);
     for (int l = 0; l < 32; l++)
-      r[i][l] = f32_bits(dot(x, A[(l >> 2) + 8 * (i >> 1)], B[2 * (l & 3) + (i & 1)], 16, as_f32(v[l])));
+      r[i][l] = f32_bits(dot(x, A[(l >> 2) + 8 * (i >> 1)], B[2 * (l & 3) + (i & 1)], depth, as_f32(v[l])));
   }
   for (int i = 0; i < 4; i++) memcpy(x.wr(w, in, in.o[0].v[i], m), r[i], sizeof r[i]);
   x.stats.units[in.uid] += 2 * 16 * 8 * 16;
@@ -84,6 +97,14 @@ static void fetch_operand(Machine& x, Warp& w, const WgOp& g, u64 raw, bool mn_m
   auto granule = [&](u32 a, auto put) {
     u32 off = x.shared(w, in, swizzled(a, d) & 0x3ffff, 16, -1, "wgmma operand");
     x.async_read(w, in, off, 16, g.clock, g.vc, g.pvc);
+    if (in.t == TF32) {
+      for (int e = 0; e < 4; e++) {
+        u32 v;
+        memcpy(&v, &x.cta.smem[off + 4 * e], 4);
+        put(e, decode(v, TF32));
+      }
+      return;
+    }
     for (int e = 0; e < 8; e++) {
       u16 v;
       memcpy(&v, &x.cta.smem[off + 2 * e], 2);
@@ -95,9 +116,10 @@ static void fetch_operand(Machine& x, Warp& w, const WgOp& g, u64 raw, bool mn_m
       for (int j = 0; j < 2; j++) {
         int i = first + r;
         granule(d.start + (i % 8) * pitch + (i / 8) * d.stride + (d.swizzle ? j * 16 : j * d.lead),
-                [&](int e, double v) { out[r][j * 8 + e] = v; });
+                [&](int e, double v) { out[r][j * (in.t == TF32 ? 4 : 8) + e] = v; });
       }
   } else {
+    if (in.t == TF32) x.fault(w, in, "a transposed operand of tf32");
     int chunks = pitch / 16;
     for (int r = 0; r < count; r += 8)
       for (int k = 0; k < 16; k++) {
@@ -115,10 +137,14 @@ void Machine::compute_wgmma(Warp& w, WgOp& g) {
   g.done = true;
   const Inst& in = *g.in;
   static double A[16][64], B[256][64];
-  bool regs = in.o[1].k == VEC, ta = !regs && in.o[6].off, tb = in.o[regs ? 6 : 7].off;
+  bool regs = in.o[1].k == VEC, tf = in.t == TF32;
+  bool ta = !tf && !regs && in.o[6].off, tb = !tf && in.o[regs ? 6 : 7].off;
   if (in.o[4].off != 1 || in.o[5].off != 1) fault(w, in, "a wgmma with a factor other than 1");
   if (regs)
-    for (int i = 0; i < 4; i++) pairs_of_a(&w.reg[(size_t)in.o[1].v[i].r * 32], i, in.t, A);
+    for (int i = 0; i < 4; i++) {
+      const u64* v = &w.reg[(size_t)in.o[1].v[i].r * 32];
+      tf ? single_of_a(v, i, A) : pairs_of_a(v, i, in.t, A);
+    }
   else
     fetch_operand(*this, w, g, g.a, ta, 16 * (w.id % 4), 16, A);
   fetch_operand(*this, w, g, g.b, tb, 0, in.a, B);
@@ -126,7 +152,7 @@ void Machine::compute_wgmma(Warp& w, WgOp& g) {
     u64* d = &w.reg[(size_t)part_of(in.o[0], i).r * 32];
     for (int l = 0; l < 32; l++) {
       int r = (l >> 2) + 8 * (i >> 1 & 1), c = 8 * (i >> 2) + 2 * (l & 3) + (i & 1);
-      d[l] = f32_bits(dot(*this, A[r], B[c], 16, g.scale_d ? (double)as_f32(d[l]) : 0.0));
+      d[l] = f32_bits(dot(*this, A[r], B[c], tf ? 8 : 16, g.scale_d ? (double)as_f32(d[l]) : 0.0));
     }
   }
 }

@@ -46,9 +46,9 @@ void select(Module& m, Inst& in) {
   bool fp = is_half(in.t) || in.t == F32;
   auto arith = [&](FOp op) {
     bool approx = has("approx") || has("full");
-    only({"rn", "approx", "full", "ftz", "NaN"});
+    only({"rn", "rm", "approx", "full", "ftz", "NaN", "xorsign", "abs"});
     if (in.t == F32)
-      set(f32_arith, op >= FRCP ? C_SFU : C_FP32, op, approx, has("NaN"));
+      set(f32_arith, op >= FRCP ? C_SFU : C_FP32, op, approx, has("NaN") | 2 * has("rm") | 4 * has("xorsign"));
     else if (is_half(in.t) && op <= FFMA && !in.ftz)
       set(half_arith, C_HALF, op);
     else
@@ -65,7 +65,7 @@ void select(Module& m, Inst& in) {
     set(h, C_LOGIC, a);
   };
   auto operands_of_product = [&] {
-    bool good = types.size() >= 3 && types[0] == F32 && is_half(types[1]) && types[2] == types[1];
+    bool good = types.size() >= 3 && types[0] == F32 && (is_half(types[1]) || types[1] == TF32) && types[2] == types[1];
     if (!good || (types.size() == 4 && types[3] != F32)) unknown("types");
     in.t = types[1];
   };
@@ -103,6 +103,8 @@ void select(Module& m, Inst& in) {
     only({"ftz"});
     if (in.t == F32)
       set(f32_sign, C_FP32, n == "neg");
+    else if (is_half(in.t))
+      set(half_sign, C_HALF, n == "neg");
     else if (n == "neg")
       integers(i_neg);
     else
@@ -111,6 +113,12 @@ void select(Module& m, Inst& in) {
     arith(FRCP);
   else if (n == "ex2")
     arith(FEX2);
+  else if (n == "lg2")
+    arith(FLG2);
+  else if (n == "sqrt")
+    arith(FSQRT);
+  else if (n == "rsqrt")
+    arith(FRSQRT);
   else if (n == "and" || n == "or" || n == "xor")
     bits(l_bits, n == "and" ? 0 : n == "or" ? 1 : 2);
   else if (n == "not")
@@ -138,16 +146,17 @@ void select(Module& m, Inst& in) {
   } else if (n == "cvta")
     set(m_mov, C_MOVE);
   else if (n == "cvt") {
-    only({"rn", "satfinite"});
+    only({"rn", "rz", "rna", "sat", "satfinite", "rpi", "rmi", "rzi", "rni", "ftz"});
+    int whole = has("rpi") ? 1 : has("rmi") ? 2 : has("rzi") ? 3 : has("rni") ? 4 : 0;
     auto integer = [](T t) { return t >= B8 && t <= S64; };
     bool known = in.t2 == F32 && in.o.size() == 3     ? in.t == F16X2 || in.t == BF16X2 || in.t == E4M3X2
                  : in.t2 == E4M3X2                    ? in.t == F16X2
-                 : is_float(in.t2) && in.o.size() == 2 ? is_float(in.t)
-                                                       : integer(in.t2) && (in.t == F32 || integer(in.t));
-    if (!known || in.ftz) unknown("conversion");
-    set(v_cvt, C_CVT);
+                 : is_float(in.t2) && in.o.size() == 2 ? is_float(in.t) || (whole && in.t2 == F32 && integer(in.t))
+                                                       : integer(in.t2) ? in.t == F32 || integer(in.t) : whole && in.t2 == F32 && integer(in.t);
+    if (!known || (in.ftz && in.t2 != F32) || has("rz")) unknown("conversion");
+    set(v_cvt, C_CVT, 0, has("sat"), whole);
   } else if (n == "ld" || n == "st") {
-    only({"global", "param", "shared", "shared::cta", "v2", "v4"});
+    only({"global", "param", "shared", "shared::cta", "v2", "v4", "ca", "cg", "cs", "wb", "wt", "relaxed", "L1::evict_last", "L1::evict_first"});
     if (in.t == TNONE || in.space == GENERIC || (in.space == PARAM && n == "st")) unknown("address space or type");
     bool shared = in.space == SHARED;
     if (n == "ld")
@@ -183,8 +192,8 @@ void select(Module& m, Inst& in) {
     else
       set(bar_cta, C_BARRIER, n == "bar" || has("aligned"));
   } else if (n == "shfl") {
-    only({"sync", "bfly", "idx"});
-    set(w_shfl, C_SHUFFLE, has("bfly"));
+    only({"sync", "bfly", "idx", "up", "down"});
+    set(w_shfl, C_SHUFFLE, has("bfly") ? 1 : has("up") ? 2 : has("down") ? 3 : 0);
   } else if (n == "elect") {
     if (in.o[0].k != VEC) unknown("operands");
     set(w_elect, C_SHUFFLE);
@@ -194,14 +203,17 @@ void select(Module& m, Inst& in) {
     set(j_brx, C_BRANCH);
   else if (n == "exit" || n == "ret")
     set(j_exit, C_BRANCH);
+  else if (n == "griddepcontrol")  // kernels run one after the other
+    set(j_nothing, C_OTHER);
   else if (n == "setmaxnreg")
     set(j_setmaxnreg, C_OTHER);
   else if (n == "ldmatrix" || n == "stmatrix") {
     only({"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta"});
     set(matrix, C_LDMATRIX, has("x4") ? 4 : has("x2") ? 2 : 1, has("trans"), n == "stmatrix");
   } else if (n == "mma") {
-    only({"sync", "aligned", "m16n8k16", "row", "col"});
+    only({"sync", "aligned", "m16n8k16", "m16n8k8", "row", "col"});
     operands_of_product();
+    if (has("m16n8k8") != (in.t == TF32)) unknown("shape");
     set(mma_sync, C_MMA);
   } else if (n == "wgmma") {
     if (has("fence"))
@@ -213,8 +225,8 @@ void select(Module& m, Inst& in) {
     else {
       int columns = 0, depth = 0;
       for (auto& s : in.mods) sscanf(s.c_str(), "m64n%dk%d", &columns, &depth);
-      if (!columns || depth != 16) unknown("shape");
       operands_of_product();
+      if (!columns || depth != (in.t == TF32 ? 8 : 16)) unknown("shape");
       set(wg_mma, C_WGMMA, columns);
     }
   } else

@@ -146,9 +146,9 @@ HANDLER(w_shfl) {  // in.a: bfly, otherwise idx
   const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = x.rd(w, in, 3, m);
   u64 r[32], p[32];
   lanes(m, [&](int l) {
-    int seg = c[l] >> 8 & 31, bv = b[l] & 31, most = (l & seg) | (c[l] & 31 & ~seg);
-    int j = in.a ? l ^ bv : (l & seg) | (bv & ~seg);
-    p[l] = j <= most;
+    int seg = c[l] >> 8 & 31, bv = b[l] & 31, most = (l & seg) | ((int)c[l] & 31 & ~seg);
+    int j = in.a == 1 ? l ^ bv : in.a == 2 ? l - bv : in.a == 3 ? l + bv : (l & seg) | (bv & ~seg);
+    p[l] = in.a == 2 ? j >= most : j <= most;
     if (!p[l]) j = l;
     if (!(m >> j & 1)) x.fault(w, in, fmt("shuffles from lane %d, which does not take part", j), l);
     r[l] = (u32)a[j];
@@ -201,6 +201,8 @@ HANDLER(j_exit) {
   for (auto& k : w.copies)
     if (m >> k.lane & 1) x.land(w, k);
 }
+
+HANDLER(j_nothing) {}
 
 HANDLER(j_setmaxnreg) {
   i64 n = in.o[0].off;

@@ -1,0 +1,48 @@
+"""SGLang's Engine with a random checkpoint of one of its model classes, in a fork: its answers as JSON."""
+
+import faulthandler
+import json
+import random
+import signal
+import sys
+
+from emulated_cuda.byte_engine import Printed
+
+VOCAB = 512
+COMMON = {
+    "skip_tokenizer_init": True, "context_length": 4096, "chunked_prefill_size": 256, "page_size": 64,
+    "mem_fraction_static": 0.3, "max_total_tokens": 4096, "max_running_requests": 8, "random_seed": 0,
+    "cuda_graph_bs_decode": [1, 4], "enable_cache_report": True, "decode_log_interval": 1,
+}  # fmt: skip
+
+
+def tokens(seed, count):
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def main(model, questions, **options):
+    """Answers to `questions`, of one Engine with `options` beside its own.
+
+    A question is (name, input ids or a list of them, tokens to generate, whether with the prompt's
+    log-probabilities).
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    from emulated_cuda import memory
+    from sgl_kvpool.demo import forks
+
+    memory.ALLOCATOR.problems = Printed()
+    forks.fork_children()
+    import sglang
+
+    engine = sglang.Engine(model_path=model, device="cuda", **COMMON | options)
+    answers = {}
+    for name, ids, count, with_prompt in questions:
+        parameters = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        more = {"logprob_start_len": 0} if with_prompt else {"top_logprobs_num": 20}
+        answers[name] = engine.generate(
+            input_ids=ids, sampling_params=parameters, return_logprob=True, **more
+        )
+        print("answered", name, file=sys.stderr, flush=True)
+    answers["info"] = {name: str(value) for name, value in engine.get_server_info().items()}
+    engine.shutdown()
+    print("\n" + json.dumps(answers))

@@ -1,0 +1,181 @@
+"""Norms, matrix products, experts and rotary embeddings of SGLang's model classes, with the kernels' checks.
+
+Those of `OPERATORS` get tensors of the CPU from the dispatcher, the others tensors of the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["EXPORTS", "OPERATORS", "WRITES", "fused_add_rmsnorm_cute", "layernorm", "normed"]
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None) -> torch.Tensor:
+    """`torch.mm`, whose `out_dtype` CUDA alone has."""
+    if out_dtype is None or out_dtype == a.dtype:
+        return torch.ops.aten.mm.default(a, b)
+    return torch.ops.aten.mm.default(a.to(out_dtype), b.to(out_dtype))
+
+
+def _fused_a_gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert 1 <= len(a) <= 16
+    assert a.shape[1] % 256 == b.shape[1] % 16 == 0
+    assert a.is_contiguous()
+    assert b.stride(0) == 1
+    return a @ b
+
+
+def _tiny_gemm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, most: int, n_split: int) -> None:
+    assert len(x) <= most
+    assert x.dtype == torch.bfloat16
+    assert x.stride(-1) == 1
+    assert w.is_contiguous()
+    out.copy_(x.float() @ w.float().T)
+
+
+def _topk_deepseek(
+    scores, bias, groups, kept_groups, topk, scale, values, indices, pdl
+) -> None:  # fmt: skip
+    """Experts by biased scores, out of the groups whose best two are highest, and their unbiased weights."""
+    assert scores.dtype == bias.dtype == values.dtype == torch.float32
+    assert indices.dtype == torch.int32
+    for tensor in (scores, values, indices):
+        assert tensor.is_contiguous()
+    count, experts = scores.shape
+    assert experts % groups == 0
+    assert topk <= min(8, kept_groups * groups)
+    probabilities = scores.sigmoid()
+    biased = (probabilities + bias).view(count, groups, -1)
+    if groups > 1:
+        best = biased.topk(2, -1).values.sum(-1).topk(kept_groups, -1).indices
+        kept = torch.zeros(count, groups, dtype=torch.bool).scatter_(1, best, True)
+        biased = biased.masked_fill(~kept[..., None], -math.inf)
+    chosen = biased.view(count, -1).topk(topk, -1).indices
+    weights = probabilities.gather(1, chosen)
+    indices.copy_(chosen)
+    values.copy_(weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale)
+
+
+def _moe_align(
+    ids, buckets, block, sorted_ids, expert_ids, padded_count, cumsum, pad=True, ignore=False
+) -> None:  # fmt: skip
+    """Entries of a top-k list by expert, each expert's padded to whole blocks; bucket 0 has no expert."""
+    assert ids.dtype == torch.int32
+    assert ids.is_contiguous()
+    assert pad
+    assert not ignore
+    flat = ids.reshape(-1)
+    sorted_ids.fill_(flat.numel())
+    at = 0
+    for bucket in range(buckets):
+        own = (flat == bucket - 1).nonzero()[:, 0]
+        blocks = -(-len(own) // block)
+        sorted_ids[at : at + len(own)] = own.int()
+        expert_ids[at // block : at // block + blocks] = bucket - 1
+        at += blocks * block
+    padded_count[0] = at
+
+
+def _moe_sum_reduce(x: torch.Tensor, output: torch.Tensor, scale: float = 0) -> None:
+    assert x.dim() == 3
+    assert output.shape == (x.shape[0], x.shape[2])
+    output.copy_(x.float().sum(1) * scale)
+
+
+def _apply_rope(
+    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, is_neox: bool, dim=0
+) -> None:  # fmt: skip
+    assert cos_sin.dtype == torch.float32
+    assert dim in (0, cos_sin.shape[-1])
+    cos, sin = cos_sin[positions.long(), None].chunk(2, -1)
+    for x in (q, k):
+        assert x.dim() == 3
+        assert x.stride(-1) == 1
+        assert x.shape[-1] == cos_sin.shape[-1]
+        half = x.shape[-1] // 2
+        first, second = (
+            (slice(half), slice(half, None)) if is_neox else (slice(0, None, 2), slice(1, None, 2))
+        )
+        one, other = x[..., first].float(), x[..., second].float()
+        x[..., first], x[..., second] = one * cos - other * sin, other * cos + one * sin
+
+
+#: Operator of the dispatcher -> what is called instead, with tensors of the CPU.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "aten::mm": _mm,
+    "sgl_kernel::moe_align_block_size": _moe_align,
+    "sgl_kernel::moe_sum_reduce": _moe_sum_reduce,
+    "sglang::apply_rope_inplace": _apply_rope,
+    "sglang::fused_topk_deepseek": _topk_deepseek,
+    "sglang::jit_dsv3_fused_a_gemm": _fused_a_gemm,
+    "sglang::tiny_gemm_bf16": _tiny_gemm,
+}
+#: Arguments that an operator writes although its schema does not mark them.
+WRITES = {"sgl_kernel::moe_sum_reduce": ("output",)}
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm in float32."""
+    values = x.float()
+    return values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+    assert x.dim() == 2
+    assert x.shape == out.shape
+    assert weight.shape == x.shape[-1:]
+    assert x.stride(-1) == weight.stride(-1) == out.stride(-1) == 1
+    out.copy_(normed(x, weight, eps))
+
+
+def _fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    assert x.shape == residual.shape
+    assert weight.shape == x.shape[-1:]
+    assert x.stride(-1) == residual.stride(-1) == weight.stride(-1) == 1
+    total = x.float() + residual.float()
+    residual.copy_(total)
+    x.copy_(normed(total, weight, eps))
+
+
+def fused_add_rmsnorm_cute(x, residual, weight, eps, weight_bias=0.0, enable_pdl=False) -> None:
+    assert weight_bias == 0
+    _fused_add_rmsnorm(x, residual, weight, eps)
+
+
+def layernorm(
+    out: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, eps: float
+) -> None:
+    assert x.dim() == 2
+    assert x.shape == out.shape
+    assert gamma.dtype == beta.dtype == torch.float32
+    out.copy_(torch.nn.functional.layer_norm(x.float(), x.shape[-1:], gamma, beta, eps))
+
+
+def _run_activation(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
+    assert name == "silu"
+    assert x.shape[-1] == 2 * out.shape[-1]
+    gate, up = x.float().chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _hadamard(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    values, width = x.float(), 1
+    while width < x.shape[-1]:
+        first, second = values.unflatten(-1, (-1, 2, width)).unbind(-2)
+        values = torch.stack([first + second, first - second], -2).flatten(-3)
+        width *= 2
+    out.copy_(values * scale)
+
+
+#: Function of a module of `load_jit` -> what is called instead, with tensors of the device.
+EXPORTS: dict[str, Callable[..., None]] = {
+    "fused_add_rmsnorm": _fused_add_rmsnorm,
+    "hadamard_transform": _hadamard,
+    "rmsnorm": _rmsnorm,
+    "run_activation": _run_activation,
+}

@@ -1,0 +1,122 @@
+"""transformers' classes, on a CPU, as an oracle of what SGLang's classes answer with stored rows.
+
+The cache passes latents and rope keys through the tests' codec oracle where a server reads stored rows: those
+of earlier chunks, of a host hit also in the host's layout, with `KVPOOL_PREFILL_READS_ROWS` the chunk's own.
+In bfloat16 instead of float32 it says how far arithmetic alone moves the log-probabilities.
+
+It runs in a process of its own, without a device.
+"""
+
+import json
+from pathlib import Path
+
+import codec_oracle
+import random_hybrid
+import torch
+import transformers
+
+RANK, ROPE = 512, 64
+
+
+def _rounded(latent, rope, layout, k_scale):
+    """Latents and rope keys `[1, 1, tokens, ...]`, as rows of a layout hold them."""
+    if layout is None:
+        return latent, rope
+    rows = codec_oracle.encode(
+        latent[0, 0].bfloat16(),
+        rope[0, 0].bfloat16(),
+        layout,
+        RANK,
+        ROPE,
+        codec_oracle.row_bytes(layout),
+        k_scale,
+    )
+    values = torch.from_numpy(codec_oracle.decode(rows, layout, RANK, ROPE, k_scale)).to(latent.dtype)
+    return values[None, None, :, :RANK], values[None, None, :, RANK:]
+
+
+class _Rows(transformers.DynamicCache):
+    """A cache of what a pool holds; states of linear attention are kept as they are."""
+
+    def __init__(self, config, layout, k_scales):
+        super().__init__(config=config)
+        self.layout, self._k_scales = layout, k_scales
+        #: Whether the tokens at hand are attended as stored, or as computed.
+        self.reads_own = True
+
+    def update(self, keys, values, layer, *more, **options):
+        if keys.shape[-1] != RANK:
+            return super().update(keys, values, layer, *more, **options)
+        stored = _rounded(keys, values, self.layout, self.k_scale(layer))
+        found = super().update(*stored, layer, *more, **options)
+        if self.reads_own:
+            return found
+        old = found[0].shape[2] - keys.shape[2]
+        return tuple(
+            torch.cat([all_[:, :, :old], own], 2) for all_, own in zip(found, (keys, values), strict=True)
+        )
+
+    def k_scale(self, layer):
+        return self._k_scales[layer] if self._k_scales else 1.0
+
+    def load(self, layout):
+        """All rows come back from a host tier of a layout."""
+        for number, layer in enumerate(self.layers):
+            layer.keys, layer.values = _rounded(layer.keys, layer.values, layout, self.k_scale(number))
+
+
+class Oracle:
+    """A checkpoint of `random_deepseek` or `random_hybrid`, and the layout of a server's rows.
+
+    `k_scales` are those of the layers; `reads_own`: whether prefill attends the stored rows of its own chunk.
+    """
+
+    def __init__(self, shape, folder, layout, *, chunk, reads_own, dtype=torch.float32, k_scales=None):
+        self._layout, self._chunk, self._reads_own, self._k_scales = layout, chunk, reads_own, k_scales
+        if shape == "kimi_linear":
+            model = random_hybrid.kimi_model().to(dtype)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                Path(folder), dtype=dtype, attn_implementation="eager"
+            )
+        self._model = model.eval()
+
+    @torch.no_grad()
+    def log_probabilities(self, ids, prompt=None, *, cached=0, host=0, host_layout=None):
+        """`[tokens, vocabulary]` after each token.
+
+        The first `prompt` tokens are prefilled, `cached` of them by earlier requests, the others decoded one
+        by one; the rows of the first `host` come from a host tier.
+        """
+        prompt = len(ids) if prompt is None else prompt
+        cache = _Rows(self._model.config, self._layout, self._k_scales)
+        ends = {
+            *range(self._chunk, cached, self._chunk),
+            cached,
+            *range(cached + self._chunk, prompt, self._chunk),
+        }
+        found, at = [], 0
+        for end in sorted((ends | {host, prompt, *range(prompt, len(ids) + 1)}) - {0}):
+            cache.reads_own = self._reads_own or end > prompt
+            out = self._model(torch.tensor([ids[at:end]]), past_key_values=cache, use_cache=True)
+            found.append(out.logits[0].float().log_softmax(-1))
+            at = end
+            if end == host:
+                cache.load(host_layout)
+        return torch.cat(found)
+
+
+def main(shape, folder, cases, dtypes=("float32", "bfloat16"), **options):
+    """Print, for each dtype, the log-probabilities of each case's tokens from its `first` on.
+
+    A case is (ids, first, arguments of `log_probabilities`), `options` are an oracle's.
+    """
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for dtype in dtypes:
+        oracle = Oracle(shape, folder, dtype=getattr(torch, dtype), **options)
+        found[dtype] = []
+        for ids, first, arguments in cases:
+            after = oracle.log_probabilities(ids, **arguments)[first - 1 : -1]
+            found[dtype].append(after.gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist())
+    print("\n" + json.dumps(found))

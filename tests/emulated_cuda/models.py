@@ -1,0 +1,138 @@
+"""Compiled operators of SGLang's model classes that are replaced, and SGLang's Python that looks for CUDA's.
+
+The real ones are kernels on the current stream: none reads or writes memory of the caller later. What one
+writes is marked by its schema, in `libraries.WRITES` or passed to `launches.launch`; each call is checked.
+
+| package | replaced | by | writes |
+|---|---|---|---|
+| torch | `aten::mm` with `out_dtype` | `model_operators` | a new tensor |
+| sgl_kernel | `moe_align_block_size` | `model_operators` | ids, experts, count |
+| sgl_kernel | `moe_sum_reduce`; its schema marks nothing | `model_operators` | `output` |
+| sglang.kernels | `jit_dsv3_fused_a_gemm` | `model_operators` | a new tensor |
+| sglang.kernels | `tiny_gemm_bf16` | `model_operators` | `out` |
+| sglang.kernels | `fused_topk_deepseek` | `model_operators` | weights, experts |
+| sglang.kernels | `apply_rope_inplace` | `model_operators` | `q`, `k` |
+| `load_jit` | `fused_add_rmsnorm` | `model_operators` | `x`, `residual` |
+| `load_jit` | `rmsnorm`, `run_activation`, `hadamard_transform` | `model_operators` | `out` |
+| `load_jit` | `fused_eh_norm` | `draft_operators` | `out` |
+| `load_jit` | `build_tree_kernel_efficient` | `draft_operators` | mask, positions, links |
+| `load_jit` | `verify_tree_greedy` | `draft_operators` | accepted tokens |
+| `load_jit` | the modules of `indexer_operators.MODULES` | `indexer_operators` | keys, queries, weights |
+| `load_jit` | `topk_plan`, `topk_transform_*` | `indexer_operators` | the plan, the lists |
+| deep_gemm | `fp8_mqa_logits`, `fp8_paged_mqa_logits` | `indexer_operators` | new scores, NaN outside |
+| flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` |
+| flashinfer | `layernorm_cute` | `model_operators` | `out` |
+| sglang | `CustomOpWrapper.real_impl`, of operators in Python | their functions | as CUDA tensors get it |
+| sglang.kernels | `get_max_active_clusters` | a number | |
+| sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | |
+
+Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's transfers and `fast_topk*`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from emulated_cuda import (
+    draft_operators,
+    graphs,
+    imports,
+    indexer_operators,
+    jit_kernels,
+    libraries,
+    model_operators,
+)
+
+__all__ = ["install"]
+
+#: Functions of modules of which others are replaced; no model here calls them.
+_NOT_CALLED = (
+    *(f"hadamard_transform_{n}n" for n in (12, 20, 28, 40)),
+    *("topk_transform_kpool", "topk_transform_kpool_ragged", "reconstruct_indices_from_tree_mask"),
+    *("run_activation_with_rounding", "run_activation_with_rounding_input_inplace"),
+    *("run_activation_filtered", "run_activation_sorted_filtered", "run_unary_activation"),
+)
+_BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+
+
+def install() -> None:
+    """Replace these operators, each as soon as its package is imported."""
+    libraries.OPERATORS.update(model_operators.OPERATORS | indexer_operators.OPERATORS)
+    libraries.WRITES.update(model_operators.WRITES)
+    jit_kernels.MODULES.update(indexer_operators.MODULES)
+    jit_kernels.EXPORTS.update({name: _missing(name) for name in _NOT_CALLED})
+    for module in (model_operators, draft_operators, indexer_operators):
+        jit_kernels.EXPORTS.update(module.EXPORTS)
+    imports.after("flashinfer.norm", _replace_norms)
+    imports.after("sglang.kernels.jit.utils.occupancy", _replace_occupancy)
+    imports.after("sglang.srt.utils.custom_op", _call_python_operators)
+    imports.after(_BREAKABLE, _replace_capture_status)
+    if os.environ.get("TEST_KEEP_RACE") != "1":
+        imports.after("sglang.srt.layers.moe.fused_moe_triton.layer", _end_race_of_experts)
+
+
+def _missing(name: str) -> Any:
+    def call(*args: Any) -> None:
+        raise NotImplementedError(f"{name} of load_jit is not replaced (emulated_cuda/models.py)")
+
+    return call
+
+
+def _replace_norms() -> None:
+    norm = sys.modules["flashinfer.norm"]  # which its package does not have as an attribute yet
+    norm.fused_add_rmsnorm_cute = model_operators.fused_add_rmsnorm_cute
+    norm.layernorm_cute = model_operators.layernorm
+
+
+def _replace_occupancy() -> None:
+    from sglang.kernels.jit.utils import occupancy
+
+    occupancy.get_max_active_clusters = lambda size, *more, **options: 132 // size
+
+
+def _replace_capture_status() -> None:
+    def is_capturing(stream: Any) -> bool:
+        capture = graphs.capturing()
+        return capture is not None and stream in capture.streams
+
+    sys.modules[_BREAKABLE]._is_stream_capturing = is_capturing
+
+
+def _call_python_operators() -> None:
+    """Call SGLang's operators that are Python functions; the dispatcher would look for them on the CPU.
+
+    Those that are replaced stay with the dispatcher.
+    """
+    from sglang.srt.utils import custom_op
+
+    real = custom_op.CustomOpWrapper.real_impl.fget
+
+    def real_impl(self: Any) -> Any:
+        if self._impl is None:
+            operator, name = real(self), f"sglang::{self.op_name}"
+            python = functools.wraps(self.op_func)(lambda *args, **options: self.op_func(*args, **options))
+            self._impl = operator if name in libraries.OPERATORS else python
+        return self._impl
+
+    custom_op.CustomOpWrapper.real_impl = property(real_impl)
+
+
+def _end_race_of_experts() -> None:
+    """Give routed experts an output of their own, without which every decode graph is an order fault.
+
+    `DeepseekV2MoE.forward_normal_dual_stream` (deepseek_v2.py:1232, 1243) of SGLang 0.5.23 lets them
+    overwrite, in place, what the shared experts read on another stream. TEST_KEEP_RACE=1 keeps it, for the
+    test that expects the fault.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+
+    init = layer.FusedMoE.__init__
+
+    @functools.wraps(init)
+    def not_in_place(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **{"inplace": False, **options})
+
+    layer.FusedMoE.__init__ = not_in_place
