@@ -6,6 +6,7 @@ are. It may be 1.3 times that of transformers in bfloat16, so that bounds are of
 """
 
 import json
+import os
 
 import forks
 import pytest
@@ -13,7 +14,7 @@ import random_deepseek
 import random_hybrid
 import torch
 
-from emulated_cuda.conftest import environment
+from emulated_cuda.conftest import HERE, environment
 from emulated_cuda.model_engine import tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
@@ -89,9 +90,10 @@ def answers(on_device, checkpoint):
 @pytest.fixture(scope="module")
 def oracle(checkpoint, tmp_path_factory):
     """`oracle(name, cases)`: by dtype, transformers' log-probabilities of cases (`model_oracle.main`)."""
-    with forks.Forks(
-        "transformers", output=tmp_path_factory.mktemp("oracle"), environment=environment("cpu")
-    ) as own:
+    folder, on_cpu = tmp_path_factory.mktemp("oracle"), environment("cpu")
+    paths = [str(HERE.parent / name) for name in ("codec", "gpu")]
+    on_cpu["PYTHONPATH"] = os.pathsep.join([*paths, on_cpu["PYTHONPATH"]])
+    with forks.Forks("transformers", output=folder, environment=on_cpu) as own:
 
         def get(name, cases):
             shape, layout, _ = MODELS[name]
