@@ -13,6 +13,7 @@ COMMON = {
     "skip_tokenizer_init": True, "context_length": 4096, "chunked_prefill_size": 256, "page_size": 64,
     "mem_fraction_static": 0.3, "max_total_tokens": 4096, "max_running_requests": 8, "random_seed": 0,
     "cuda_graph_bs_decode": [1, 4], "enable_cache_report": True, "decode_log_interval": 1,
+    "log_level": "info",
 }  # fmt: skip
 
 

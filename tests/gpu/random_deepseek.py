@@ -49,17 +49,14 @@ PUBLISHED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noa
 UNPUBLISHED = ("layer_types", "mlp_layer_types")
 
 
-def write(folder: Path, shape: str) -> Path:
-    """Write a checkpoint; returns its folder."""
+def config_of(shape: str):
+    """transformers' configuration."""
     import transformers
-    from safetensors.torch import load_file, save_file
 
-    folder = Path(folder)
-    name = CLASSES.get(shape, "DeepseekV3")
     differing = {"qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts_per_tok": 2, **SHAPES[shape]}
     if shape in SPARSE:
         differing |= {"index_topk": INDEX_TOPK, "index_head_dim": 128}
-    config = getattr(transformers, f"{name}Config")(
+    return getattr(transformers, f"{CLASSES.get(shape, 'DeepseekV3')}Config")(
         **differing,
         num_key_value_heads=differing["num_attention_heads"],
         vocab_size=VOCAB,
@@ -76,8 +73,17 @@ def write(folder: Path, shape: str) -> Path:
         num_nextn_predict_layers=1,
         initializer_range=0.05,
     )
+
+
+def write(folder: Path, shape: str) -> Path:
+    """Write a checkpoint; returns its folder."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    folder, config = Path(folder), config_of(shape)
     torch.manual_seed(5)
-    getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().save_pretrained(folder)
+    model = f"{CLASSES.get(shape, 'DeepseekV3')}ForCausalLM"
+    getattr(transformers, model)(config).bfloat16().save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     published = {key: value for key, value in written.items() if key not in UNPUBLISHED}
     (folder / "config.json").write_text(json.dumps(published | PUBLISHED, indent=2))
