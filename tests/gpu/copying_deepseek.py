@@ -65,10 +65,20 @@ def write(folder: Path, shape: str, *, noise: float = NOISE) -> Path:
     return folder
 
 
+def continued(ids: list[int], count: int) -> list[int]:
+    """The tokens that follow a prompt of at least `PERIOD` tokens."""
+    found = list(ids)
+    for _ in range(count):
+        found.append(found[-PERIOD])
+    return found[len(ids) :]
+
+
 def _constants(config, distance: int, is_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """RoPE values of a query and a key; after both are rotated, their product is highest at a distance."""
     pairs = config.qk_rope_head_dim // 2
-    angle = distance * config.rope_parameters["rope_theta"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = distance * config.rope_parameters["rope_theta"] ** (
+        -torch.arange(pairs, dtype=torch.float64) / pairs
+    )
     # A query rotated by t and a key rotated by t - d have the angle d between them.
     query = torch.stack([angle.cos(), -angle.sin()], -1)
     key = torch.tensor([1.0, 0.0]).expand(pairs, 2)
