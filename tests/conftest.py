@@ -72,7 +72,6 @@ if importlib.util.find_spec("hypothesis") is not None:  # core GPU tests run wit
 #: Marks of GPU tests that the emulated device skips, and the reasons.
 NOT_EMULATED = {
     "silicon": "measures a GPU's time, takes an hour, needs NVIDIA's driver or more than 24 GB of memory",
-    "server": "SGLang serves a DeepSeek model: many of its kernels are not replaced",
 }
 #: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
 #: and start first.
@@ -126,8 +125,6 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
     for item in items:
         left_out = next((name for name in NOT_EMULATED if item.get_closest_marker(name)), None)
-        if left_out == "server" and os.environ.get("TEST_SERVERS") == "1":
-            left_out = None
         if EMULATED and left_out:
             item.add_marker(pytest.mark.skip(reason=NOT_EMULATED[left_out]))
         elif item.get_closest_marker("gpu") and not (HAS_GPU or EMULATED):

@@ -16,18 +16,17 @@ from http.client import HTTPException
 from pathlib import Path
 
 import copying_deepseek
-import forks
 import pytest
 import random_deepseek
 import random_hybrid
 import torch
 
 from scripts.servers.limits import LIMITS
+from sgl_kvpool.demo.forks import Forks
 from sgl_kvpool.demo.server import Server, free_port
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # The first servers of a machine compile, and may take 1200 s to start.
     pytest.mark.timeout(1800),
@@ -154,7 +153,19 @@ def prompts_of(shape):
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
+def importing():
+    """On the emulated device a process that has imported SGLang, from which servers are forked."""
+    if not EMULATED:
+        yield None
+        return
+    from emulated_cuda.conftest import environment
+
+    with Forks(environment=environment("cuda")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory, importing):
     """`answers(shape, name)`: what that server said; it is started on first use."""
     pytest.importorskip("sglang")
     models, found, root = {}, {}, tmp_path_factory.mktemp("servers")
@@ -172,13 +183,14 @@ def answers(tmp_path_factory):
         if (shape, writer) not in models:
             models[shape, writer] = writer.write(root / f"{shape}-{writer.__name__}", shape)
         if (shape, name) not in found:
-            found[shape, name] = ask(shape, name, models[shape, writer], root / f"{shape}-{name}.log")
+            log = root / f"{shape}-{name}.log"
+            found[shape, name] = ask(shape, name, models[shape, writer], log, importing)
         return found[shape, name]
 
     return get
 
 
-def ask(shape, name, model, log):
+def ask(shape, name, model, log, importing=None):
     (arguments, environment), is_sparse = SERVERS[shape, name], shape in random_deepseek.SPARSE
     # The demo's classes would replace SGLang's of the same name.
     environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "", **environment}
@@ -189,6 +201,12 @@ def ask(shape, name, model, log):
         *(() if "--max-total-tokens" in arguments else ("--max-total-tokens", "32768")),
         *arguments,
     ]
+    if EMULATED:
+        from emulated_cuda.conftest import OPTIONS
+
+        environment = {**OPTIONS, **environment}
+        # SGLang captures 22 sizes of prefills, for 4 s each.
+        command += ["--cuda-graph-bs-prefill", "64", str(CHUNK)]
     if shape in random_hybrid.CONFIGS:
         # SGLang would take half of the pool's memory for states; a running request has five.
         command += ["--max-running-requests", "8", "--max-mamba-cache-size", "64"]
@@ -201,7 +219,9 @@ def ask(shape, name, model, log):
     # Drafts are not compared by what else was likely.
     top = {} if "mtp" in name else {"top_logprobs_num": TOP}
     prompts = prompts_of(shape)
-    with Server(command, log, environment, wait_seconds=1200) as server:
+    starting = Server(command, log, environment, wait_seconds=1200)
+    starting.forks = importing
+    with starting as server:
 
         def generate(ids, parameters=GREEDY, **more):
             return server.generate(input_ids=ids, sampling_params=parameters, return_logprob=True, **more)
