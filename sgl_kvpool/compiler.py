@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool import folders
 from sgl_kvpool.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 def folder() -> Path:
     """Folder of the libraries. It may be removed at any time, also while servers run."""
-    return Path(os.environ.get(VARIABLE) or "~/.cache/tvm-ffi").expanduser() / "sgl_kvpool"
+    return folders.named(VARIABLE, "~/.cache/tvm-ffi") / "sgl_kvpool"
 
 
 def libraries() -> list[Path]:
@@ -48,6 +49,14 @@ def damaged(library: Path) -> bool:
         return not (library.is_file() and library.stem.endswith(f"-{_file_digest(library)}"))
     except OSError:
         return True
+
+
+def unusable(library: Path) -> str | None:
+    """Why a library is not loaded, as a clause with its path; None if it is."""
+    if damaged(library):
+        return f"{library} is damaged"
+    facts = folders.exposure(library, reading=False)
+    return None if facts is None else f"{library} can be changed by other accounts ({facts})"
 
 
 @dataclass(frozen=True)
@@ -67,16 +76,18 @@ class Module:
     def load(self) -> Any:
         """The loaded module; without an intact library, one of the processes that start at once compiles it.
 
-        RuntimeError if it cannot be compiled or its folder cannot be written; errors of tvm-ffi.
+        RuntimeError if it cannot be compiled or its folder cannot be written; Refusal if the folder cannot be
+        made, or other accounts can change it; errors of tvm-ffi.
         """
         from tvm_ffi import load_module
 
+        folders.own(folder(), VARIABLE)
         name = f"{self.name}-{self._inputs()}"
         compilers = self._compilers()
         logger.info("sgl-kvpool: loading %s, compiled at first use and kept in %s", name, folder())
         # Without a compiler, as in an image that was warmed up elsewhere, any compiler's library will do.
         pattern = f"{name}-{compilers or '*'}-*.so"
-        found = next((path for path in folder().glob(pattern) if not damaged(path)), None)
+        found = next((path for path in folder().glob(pattern) if unusable(path) is None), None)
         if found is not None:
             try:
                 return load_module(str(found))
@@ -89,17 +100,16 @@ class Module:
             raise RuntimeError(f"{error}\n{where}") from error
         return load_module(str(library))
 
-    def _made(self, name: str, pattern: str, unusable: Path | None) -> Path:
+    def _made(self, name: str, pattern: str, failed: Path | None) -> Path:
         """A library that another process has just made, or a new one; removes those that cannot be used."""
         from filelock import FileLock  # installed with torch
         from tvm_ffi import cpp
 
-        folder().mkdir(parents=True, exist_ok=True)
         with FileLock(folder() / f".{name}.lock"):
             for path in folder().glob(pattern):
-                if damaged(path):
-                    logger.warning("sgl-kvpool: %s is damaged and is compiled again", path)
-                elif path != unusable:
+                if (reason := unusable(path)) is not None:
+                    logger.warning("sgl-kvpool: %s and is compiled again", reason)
+                elif path != failed:
                     return path
                 path.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(prefix=".build-", dir=folder()) as scratch, self._tools():
@@ -111,6 +121,8 @@ class Module:
                     extra_include_paths=[str(path) for path in self.includes],
                     build_directory=scratch,
                 )
+                # With a umask of 0 the linker lets anybody write it.
+                os.chmod(made, os.stat(made).st_mode & ~0o022)
                 # Renamed when it is complete, so that no process sees a part of it.
                 return Path(made).rename(folder() / f"{name}-{_file_digest(made)}.so")
 

@@ -15,6 +15,7 @@ import pytest
 
 from sgl_kvpool import compiler
 from sgl_kvpool.compiler import Module
+from sgl_kvpool.refusal import Refusal
 
 PACKAGE = Path(compiler.__file__).parent
 #: A function without arguments; tvm-ffi's C header alone compiles in a fraction of a second.
@@ -231,6 +232,11 @@ def public(monkeypatch):
 
 def test_a_folder_that_cannot_be_written(public):
     small, cache = sources(public / "here"), public / "cache" / "sgl_kvpool"
+    done = without_rights(small, "module.load()")
+    assert (
+        f"Refusal: the folder {cache} cannot be made (Permission denied); set TVM_FFI_CACHE_DIR to a "
+        in done.stderr
+    )
     cache.mkdir(parents=True)
     cache.chmod(0o555)
     done = without_rights(small, "module.load()")
@@ -261,6 +267,65 @@ def test_the_compiler_reads_no_source_that_is_not_in_the_name(source, monkeypatc
     monkeypatch.setattr(Path, "read_bytes", lambda path, real=Path.read_bytes: hashed.add(path) or real(path))
     Module("any", source, ())._inputs()
     assert own <= {path.resolve() for path in hashed}
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"), [("cache", 0o777), ("cache/sgl_kvpool", 0o777), ("cache/sgl_kvpool", 0o1777)]
+)
+def test_a_folder_that_other_accounts_can_write(place, mode, small, cache, tmp_path):
+    """Whoever can write it can make a library under any name, as all that a name is made from is public."""
+    small.load()
+    exposed = tmp_path / place
+    exposed.chmod(mode)
+    what = "write into" if exposed == cache else "replace what is in"
+    for module in (small, sources(tmp_path / "other", 2)):  # nothing is loaded, and nothing compiled into it
+        with pytest.raises(Refusal) as raised:
+            module.load()
+        assert str(raised.value) == (
+            f"other accounts can change what is loaded from {cache}: any account may {what} {exposed} (mode "
+            f"{mode:04o}); use a folder that only this account can write (chmod 700), or set "
+            "TVM_FFI_CACHE_DIR to one"
+        )
+    assert len(compiler.libraries()) == 1
+    exposed.chmod(0o755)  # to be read is no harm: one account compiles for others
+    assert small.load().value() == 1
+
+
+@pytest.mark.parametrize("whose", ["everybody's", "another account's"])
+def test_a_library_that_another_account_has_planted(whose, small, cache, tmp_path, caplog):
+    """It was planted before the folder's mode was corrected."""
+    if whose != "everybody's" and os.geteuid() != 0:
+        pytest.skip("needs root, to give a file away")
+    small.load()
+    (library,) = compiler.libraries()
+    stem = library.name.rpartition("-")[0]
+    library.unlink()
+    sources(tmp_path / "there", 2).load()
+    (planted,) = compiler.libraries()
+    planted = planted.rename(planted.with_name(f"{stem}-{compiler._file_digest(planted)}.so"))
+    planted.chmod(0o666) if whose == "everybody's" else os.chown(planted, 54321, -1)
+    fact = f"any account may write into {planted} (mode 0666)"
+    fact = fact if whose == "everybody's" else f"{planted} belongs to account 54321"
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    assert warnings(caplog) == [
+        f"sgl-kvpool: {planted} can be changed by other accounts ({fact}) and is compiled again"
+    ]
+    assert compiler.libraries() == [library]
+
+
+def test_what_is_made_is_this_accounts_alone(small, cache, caplog):
+    before = os.umask(0)
+    try:
+        small.load()
+    finally:
+        os.umask(before)
+    (library,) = compiler.libraries()
+    assert {path.stat().st_mode & 0o777 for path in (cache, cache.parent)} == {0o700}
+    assert library.stat().st_mode & 0o022 == 0
+    made = library.stat().st_ino
+    small.load()
+    assert compiler.libraries()[0].stat().st_ino == made
 
 
 def test_the_environment_is_as_before(small, monkeypatch, tmp_path):
