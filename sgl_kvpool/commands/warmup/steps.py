@@ -12,6 +12,7 @@ from sgl_kvpool import compiler
 from sgl_kvpool.attention.readers import sglang_dsa_reads
 from sgl_kvpool.commands.named_model import NamedModel
 from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.folders import CACHE, named
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 
@@ -127,12 +128,13 @@ class Cache:
         return found
 
 
-def _from(variable: str, default: str) -> Path:
-    return Path(os.environ.get(variable) or default).expanduser()
+def _below(above: str, default: str, name: str) -> str:
+    """Default of a folder that lies below the one that the variable `above` names."""
+    return str(Path(os.environ.get(above) or default) / name)
 
 
 def _sglang(variable: str, name: str) -> Path:
-    return _from(variable, str(_from("SGLANG_CACHE_DIR", "~/.cache/sglang") / name))
+    return named(variable, _below("SGLANG_CACHE_DIR", "~/.cache/sglang", name))
 
 
 #: Folders by a short name. SGLang puts those of Triton and FlashInfer into its own.
@@ -141,12 +143,12 @@ CACHES = {
     "torch": Cache(
         "torch's extensions",
         "TORCH_EXTENSIONS_DIR",
-        lambda: _from("TORCH_EXTENSIONS_DIR", str(_from("XDG_CACHE_HOME", "~/.cache") / "torch_extensions")),
+        lambda: named("TORCH_EXTENSIONS_DIR", _below(*CACHE, "torch_extensions")),
     ),
     "sglang": Cache(
         "SGLang's kernels",
         "SGLANG_JIT_CACHE_DIR",
-        lambda: _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
+        lambda: named("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
     ),
     "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _sglang("TRITON_CACHE_DIR", "triton")),
     "flashinfer": Cache(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pwd
 import resource
 import shutil
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 from live_processes import alive
 from ml_dtypes import _ml_dtypes_ext
 
+from sgl_kvpool.cli import main
 from sgl_kvpool.commands import doctor
 from sgl_kvpool.commands.doctor import compiled_code, probes
 from sgl_kvpool.commands.doctor.probes import Finding
+from sgl_kvpool.commands.warmup.steps import CACHES
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import hook_points
 
@@ -249,6 +252,40 @@ def test_damaged_libraries_are_named(monkeypatch, tmp_path, caches):
     assert compiled_code().problems == [
         f"{library} is damaged, and its folder is read-only: make it again there"
     ]
+
+
+def test_folders_of_code_that_others_can_change(tmp_path, caches):
+    order = ("own", "sglang", "torch", "triton", "flashinfer")
+    folders = {CACHES[name].folder(): CACHES[name].variable for name in order}
+    for folder in folders:
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    assert compiled_code().problems == [
+        f"other accounts can change what is loaded from {folder}: any account may write into {folder} (mode "
+        f"0777); use a folder that only this account can write (chmod 700), or set {variable} to one"
+        for folder, variable in folders.items()
+    ]
+
+
+def test_a_cache_that_cannot_be_written_or_found(monkeypatch, tmp_path, caches, capsys):
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    (problem,) = compiled_code().problems
+    assert problem == (
+        f"{tmp_path}/TVM_FFI_CACHE_DIR/sgl_kvpool cannot be written, and servers cannot compile what it "
+        "lacks; set TVM_FFI_CACHE_DIR to a folder of this account"
+    )
+    # A container that runs as any account.
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    said = "{} cannot be found, as neither HOME nor passwd names a home folder; set {} to a folder of this "
+    said += "account"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    assert said.format("~/.cache/torch_extensions", "TORCH_EXTENSIONS_DIR") in compiled_code().problems
+    monkeypatch.delenv("TVM_FFI_CACHE_DIR")
+    text = said.format("~/.cache/tvm-ffi", "TVM_FFI_CACHE_DIR")
+    assert doctor._guarded(compiled_code).problems == [text]
+    assert main(["warmup", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"sgl-kvpool: {text}"
 
 
 def test_truncated_libraries_of_others_are_named(tmp_path, caches):
