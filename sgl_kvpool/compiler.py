@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -85,19 +86,25 @@ class Module:
         name = f"{self.name}-{self._inputs()}"
         compilers = self._compilers()
         logger.info("sgl-kvpool: loading %s, compiled at first use and kept in %s", name, folder())
-        # Without a compiler, as in an image that was warmed up elsewhere, any compiler's library will do.
+        # Where nothing compiles, as in an image that was warmed up elsewhere, any compiler's library will do.
         pattern = f"{name}-{compilers or '*'}-*.so"
-        found = next((path for path in folder().glob(pattern) if unusable(path) is None), None)
+        found = _usable(pattern)
         if found is not None:
             try:
                 return load_module(str(found))
             except Exception as error:  # linked with another C library, for example
                 logger.warning("sgl-kvpool: %s cannot be loaded and is compiled again: %s", found, error)
         try:
-            library = self._made(f"{name}-{compilers}", pattern, found)
+            library: Path | None = self._made(f"{name}-{compilers}", pattern, found)
         except Exception as error:  # of a compiler, tvm-ffi or the disk: raised again, with the folder
-            where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
-            raise RuntimeError(f"{error}\n{where}") from error
+            library = _usable(f"{name}-*.so", other_than=found)
+            if library is None:
+                where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
+                raise RuntimeError(f"{error}\n{where}") from error
+            reason = str(error).partition("\n")[0]
+            logger.warning(
+                "sgl-kvpool: %s, of another compiler, is loaded, since compiling fails: %s", library, reason
+            )
         return load_module(str(library))
 
     def _made(self, name: str, pattern: str, failed: Path | None) -> Path:
@@ -167,6 +174,12 @@ class Module:
                     os.environ[name] = value
 
 
+def _usable(pattern: str, other_than: Path | None = None) -> Path | None:
+    """A library in `folder()` that can be loaded."""
+    paths = (path for path in folder().glob(pattern) if path != other_than and unusable(path) is None)
+    return next(paths, None)
+
+
 def _cuda_home() -> Path:
     """Folder of the CUDA toolkit, where tvm-ffi and SGLang look for it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -177,7 +190,10 @@ def _cuda_home() -> Path:
 
 @functools.cache
 def _version(*command: str) -> str:
-    return subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
+    """What a compiler says of its version; the same under any name, from any folder, and in any locale."""
+    in_english = {**os.environ, "LC_ALL": "C"}
+    text = subprocess.check_output([*command, "--version"], text=True, env=in_english, stderr=subprocess.PIPE)
+    return re.sub(r"\A(?!.* version )[^(\n]*(?=\()|^InstalledDir:.*$", "", text, flags=re.MULTILINE)
 
 
 def _digest(*parts: object) -> str:

@@ -208,6 +208,43 @@ def test_no_compiler(small, monkeypatch):
     assert small.load().value() == 1
 
 
+def test_a_compiler_that_cannot_build(small, monkeypatch, tmp_path, caplog):
+    """As g++ without its headers: the library of another compiler is used, but none of other sources."""
+    small.load()
+    (library,) = compiler.libraries()
+    cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && echo "g++ (GCC) 99" && exit; exit 1')
+    monkeypatch.setenv("CXX", cxx)
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    (said,) = warnings(caplog)
+    assert said.startswith(
+        f"sgl-kvpool: {library}, of another compiler, is loaded, since compiling fails: ninja "
+    )
+    small.source.with_name("value.h").write_text("#define VALUE 2\n")
+    with pytest.raises(RuntimeError, match="ninja exited with status 1"):
+        small.load()
+
+
+def test_one_compiler_under_many_names_and_in_any_language(small, monkeypatch, tmp_path):
+    (tmp_path / "my c++").symlink_to(shutil.which("c++"))
+    in_german = script(tmp_path / "cxx", '[ "$LC_ALL" = C ] || echo "Keine Garantie"; exec c++ "$@"')
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    digests = set()
+    for name in ("c++", "g++", shutil.which("g++"), f"'{tmp_path}/my c++'", in_german):
+        monkeypatch.setenv("CXX", name)
+        digests.add(small._compilers())
+    assert len(digests) == 1
+    # Clang's version stands before the bracket, and below it a folder.
+    for version, folder in ((18, "a"), (18, "b"), (19, "a")):
+        compiler._version.cache_clear()
+        script(
+            tmp_path / "cxx",
+            f"printf 'Ubuntu clang version {version}.1 (1ubuntu1)\nInstalledDir: /{folder}\n'",
+        )
+        digests.add(small._compilers())
+    assert len(digests) == 3
+
+
 def without_rights(module, code):
     """Output of Python code with `module`, as a user who may not write."""
     program = (
