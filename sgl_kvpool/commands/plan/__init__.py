@@ -47,7 +47,9 @@ _PASSED_ON = {
 #: Last words of the programs that take server arguments.
 _PROGRAMS = (("sglang", "serve"), ("-m", "sglang.launch_server"))
 
-#: Argument with the draft's checkpoint, whose configuration SGLang reads besides the model's.
+#: Argument that lets SGLang run code of checkpoints, and the one with the draft's checkpoint, which it reads
+#: besides the model's.
+_TRUST = "--trust-remote-code"
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 
@@ -128,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     candidates = _candidates(arguments.host_gb is not None)
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(model.sglang_path())
+        path = stack.enter_context(model.sglang_path(_trusts_code(arguments.server_arguments)))
         others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
         servers = [_request(path, each, arguments, others) for each in candidates]
         print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
@@ -200,19 +202,25 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
 
 def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
     """Server arguments in which a folder replaces the draft's name on Hugging Face; see `sglang_path`."""
-    before = ""
+    before, trusted = "", _trusts_code(words)
     for word in words:
         name, equals, value = word.partition("=")
         flag, draft = (name, value) if equals else (before, word)
         if flag in _DRAFT and not Path(draft).exists():
             try:
-                folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+                folder = path
+                if draft != model:
+                    folder = stack.enter_context(find_model(draft).sglang_path(trusted))
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}") from None
             yield f"{name}={folder}" if equals else folder
         else:
             yield word
         before = word
+
+
+def _trusts_code(words: Sequence[str]) -> bool:
+    return any(len(name) > 2 and _TRUST.startswith(name) for name in _names(words))
 
 
 def _request(

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_CONFIG",
         help="a checkpoint's folder, a config.json alone, or owner/name (DeepSeek-V3's shape)",
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the checkpoint")
     for option, choices, effect in (
         (options.LAYOUT, options.LAYOUT.values, "only this layout (all)"),
         (options.ARRANGEMENT, options.ARRANGEMENT.choices, "memory order of the pages (layer_major)"),
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(model: NamedModel | None, arguments: argparse.Namespace) -> Served:
-    shape = DEEPSEEK_V3 if model is None else model_of(model)
+    shape = DEEPSEEK_V3 if model is None else model_of(model, arguments.trust_remote_code)
     layout = arguments.kv_cache_layout or options.LAYOUT.from_env()
     arrangement = arguments.kv_cache_arrangement or options.ARRANGEMENT.from_env()
     return replace(

@@ -87,8 +87,10 @@ DEEPSEEK_V3 = Served(
 )
 
 
-def model_of(model: NamedModel) -> Served:
+def model_of(model: NamedModel, trust_remote_code: bool = False) -> Served:
     """Shape of a model, by SGLang's own reading of its config.json. No weights are needed.
+
+    `trust_remote_code`: whether to run Python code of the checkpoint, as the server's --trust-remote-code.
 
     ValueError if no layout can store the model's rows, or Hugging Face does not send its configuration;
     OSError if SGLang cannot read the model.
@@ -97,8 +99,16 @@ def model_of(model: NamedModel) -> Served:
 
     from sgl_kvpool.sglang_plugin import models
 
-    with model.sglang_path() as path:
-        config = ModelConfig(path)
+    with model.sglang_path(trust_remote_code) as path:
+        try:
+            config = ModelConfig(path, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            if trust_remote_code or "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"{model.named} cannot be read without Python code of its own; read that code, and give "
+                "--trust-remote-code to run it"
+            ) from error
     models.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_attention_heads")

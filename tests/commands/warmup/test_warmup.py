@@ -1,5 +1,6 @@
 """`sgl-kvpool warmup` on a CPU, with g++: what it compiles is what another process finds."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -107,6 +108,20 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
 
 
 # Arguments
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(trusted, tmp_path):
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('ran')\n")
+    own = environment(tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
+    done = run([*CPU, "--model", str(tmp_path), *["--trust-remote-code"] * trusted], own)
+    assert done.returncode == 2
+    assert (tmp_path / "ran").exists() == trusted
+    said = f"{tmp_path} cannot be read without Python code of its own; read that code, and give "
+    said = "ran" if trusted else f"{said}--trust-remote-code to run it"
+    assert done.stderr.splitlines()[-1] == f"sgl-kvpool: {said}"
 
 
 @pytest.mark.parametrize(
