@@ -24,7 +24,14 @@ from sgl_kvpool.attention.topk_transform import (
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import (
+    check_gpu,
+    device_name,
+    has_own_draft,
+    is_rocm,
+    model_name,
+    row_format_of,
+)
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
@@ -121,12 +128,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
             f"{layout} and sparse attention, whose kernels multiply bfloat16; use --dtype bfloat16"
         )
-    capability = torch.cuda.get_device_capability()
-    if capability < (9, 0):
-        raise Refusal(
-            f"{LAYOUT.flag} {layout} needs a Hopper GPU (compute capability 9.0), and this one has "
-            f"{capability[0]}.{capability[1]}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
-        )
+    check_gpu(f"{LAYOUT.flag} {layout}", f"use {LAYOUT.flag} {MLAKVCacheLayout.BF16}")
     # SGLang reads `hf_config` when it resolves arguments and `hf_text_config` when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
