@@ -204,16 +204,14 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, k_nope, k_rope, fmt: RowFormat, k_scale: float):
         """The tokens of all examples in one call, since a row depends on its token alone."""
-        shared = (info.batch_size, *(-1,) * k_nope.dim())
-        flat, shapes = [], []
-        for part, dim in zip((k_nope, k_rope), in_dims, strict=False):
-            if part is not None:
-                part = part.expand(shared) if dim is None else part.movedim(dim, 0)
-            shapes.append(None if part is None else part.shape)
-            flat.append(None if part is None else part.flatten(0, 1))
-        results = _StraightThrough.apply(*flat, fmt, k_scale)
-        found = [x if x is None else x.view(shape) for x, shape in zip(results, shapes, strict=True)]
-        return tuple(found), tuple(None if x is None else 0 for x in found)
+        parts = [
+            x if x is None else x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
+            for x, dim in zip((k_nope, k_rope), in_dims, strict=False)
+        ]
+        flat = (x if x is None else x.flatten(0, 1) for x in parts)
+        results = zip(_StraightThrough.apply(*flat, fmt, k_scale), parts, strict=True)
+        found = tuple(x if part is None else x.view(part.shape) for x, part in results)
+        return found, tuple(None if x is None else 0 for x in found)
 
 
 def prepare(fmt: RowFormat, device: torch.device | str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.attention.decode_config import HOPPER, gpu_problem
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
 from sgl_kvpool.commands.waiting import Answers
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.numa import interleave, numa_nodes
@@ -208,7 +208,6 @@ _CPU_CODEC = "C++ (torch if there is no compiler)"
 
 def used(device: str, capability: tuple[int, int] = HOPPER) -> Finding:
     """Attention backend and codec of a server on `device`, by a GPU's capability, for each layout."""
-    from sgl_kvpool.attention.readers import KVPOOL_DEVICES, suggestions
     from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, choose_arrangement
     from sgl_kvpool.sglang_plugin.rules.attention import is_chosen
 

@@ -16,11 +16,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_kvpool.attention.decode_config import HOPPER
+from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, HOPPER
 from sgl_kvpool.commands.waiting import Answers
 
-#: Streaming multiprocessors of an H100 SXM and an H200. Only the workspace of decode depends on them.
-_SM_COUNT = 132
 #: Modules with the rules; all must be imported before the GPU is described.
 _MODULES = (
     "sglang.srt.entrypoints.engine",
@@ -179,7 +177,7 @@ def _describe(machine: Any) -> None:
 
     name = "a Hopper GPU of sgl-kvpool plan"
     properties = SimpleNamespace(
-        major=HOPPER[0], minor=HOPPER[1], name=name, multi_processor_count=_SM_COUNT,
+        major=HOPPER[0], minor=HOPPER[1], name=name, multi_processor_count=DEFAULT_SM_COUNT,
         total_memory=int(machine.gpu_gib * 2**30),
     )  # fmt: skip
     torch.cuda.is_available = lambda: True

@@ -165,7 +165,12 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
                 f"prefill and {in_use[1]} for decode, whose results differ; use --attention-backend "
                 f"{KVPOOL_BACKEND} alone"
             )
-        _check_device(view)
+        device = device_name(view)
+        if device not in KVPOOL_DEVICES:
+            raise Refusal(
+                f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
+                f"{device}; leave out {LAYOUT.flag}"
+            )
         _check_features(BACKEND_FEATURES, view, layout, arrangement)
     _check_speculation(in_use, view, layout, arrangement)
     if view.speculative_algorithm is None:
@@ -175,16 +180,6 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
         # draft model is checked when it is built.
         check_draft(layout, arrangement, draft, view.device)
-
-
-def _check_device(view: Any) -> None:
-    device = device_name(view)
-    if device in KVPOOL_DEVICES:
-        return
-    raise Refusal(
-        f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
-        f"{device}; leave out {LAYOUT.flag}"
-    )
 
 
 def check_model(model_config: Any, view: Any) -> None:
