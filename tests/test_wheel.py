@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def packed(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     done = subprocess.run(
-        ["make", "wheel", f"PYTHON={sys.executable}"],
+        ["make", "wheel", f"PYTHON={shlex.quote(sys.executable)}"],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -36,8 +36,9 @@ def examine(
     for name, probe in first.items():
         reached(name)
         findings[name] = _guarded(probe)
-    device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"
-    findings["would be used"] = _guarded(partial(probes.used, device))
+    capabilities = [tuple(gpu["capability"]) for gpu in findings["gpu"].facts.get("devices", ())]
+    of_gpu = ("cuda", min(capabilities)) if capabilities else ("cpu",)
+    findings["would be used"] = _guarded(partial(probes.used, *of_gpu))
     if "devices" not in findings["gpu"].facts:
         findings["would be used"].notes.append("an assumption: the presence of a GPU is unknown, see above")
     reached("host")

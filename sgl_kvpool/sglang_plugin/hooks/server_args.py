@@ -273,6 +273,7 @@ def _finish(server_args):
     hook_groups.require(groups)
     argument_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
+    argument_rules.check_chunk(view)
     requested = {one: getattr(server_args, one.attribute, None) or one.default for one in options.OPTIONS}
     if not host_tier_rules.has_host_tier(view):
         host_tier_rules.check_without_tier(requested, view)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from live_processes import alive
 from ml_dtypes import _ml_dtypes_ext
 
@@ -82,6 +83,30 @@ def test_what_would_be_used_on_cuda_and_on_other_devices():
     facts = probes.used("xpu").facts
     assert facts["fp4"] == facts["fp8_block_scale"] == "refused on xpu in this release"
     assert "kvpool_mla" not in facts["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "note"),
+    [
+        ((8, 0), "needs a Hopper GPU (compute capability 9.0), and this one has 8.0"),
+        ((9, 0), None),
+        ((10, 3), "was compiled and tested for 9.0 (H100, H200) only"),
+    ],
+)
+def test_a_gpu_that_is_no_hopper(monkeypatch, capability, note):
+    """What a server says at start is in the report, where it names the layouts too."""
+    described = SimpleNamespace(name="GPU", major=capability[0], minor=capability[1], total_memory=1)
+    monkeypatch.setattr(probes, "in_child", lambda name: Finding() if name != "gpu" else probes.gpu())
+    for name, answer in (("is_available", True), ("device_count", 1), ("get_device_properties", described)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    findings = doctor.examine()
+    assert [one for one in findings["gpu"].notes if "GPU:" in one] == [f"GPU: kvpool_mla {note}"] * bool(note)
+    facts = findings["would be used"].facts
+    before = capability < (9, 0)
+    assert facts["fp4"] == (
+        f"refused: kvpool_mla {note}" if before else "attention by kvpool_mla, chosen by default"
+    )
+    assert facts["bf16"].endswith("SGLang's choice" if before else "or by kvpool_mla if you name it")
 
 
 def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
