@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import metrics
@@ -16,7 +17,7 @@ from sgl_kvpool.transfer.store_folders import FILE_STORES
 
 logger = logging.getLogger(__name__)
 
-#: Longest file name of the file systems that SGLang's `file` store is used on.
+#: Longest file name of the file systems that SGLang's stores of files are used on.
 _NAME_BYTES = 255
 #: Bytes of a file name besides the model's name: a SHA-256 in hex, ranks, file extension.
 _KEY_BYTES = 64 + 32
@@ -160,16 +161,19 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     Before, refuse a model name that is too long for file names, make and check the folders of files, and
     compile SGLang's hash function.
     """
-    _check_folders(storage_backend, kwargs.get("storage_backend_extra_config"))
+    store, configuration = FILE_STORES.get(storage_backend), kwargs.get("storage_backend_extra_config")
+    folders = store.folders(configuration) if store is not None else []
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
     if holds_our_rows(pool) or tag.startswith(_STOCK_TIER):
         name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
-        if storage_backend == "file" and name_bytes > _NAME_BYTES:
+        if folders and name_bytes > _NAME_BYTES:
             raise Refusal(
-                f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
-                f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
+                f"--hicache-storage-backend {storage_backend} names its files after the model, and "
+                f"{model_name!r} makes names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter "
+                "--served-model-name"
             )
+    _check_folders(store, folders)
     weights.attach()
     if holds_our_rows(pool):
         from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -182,12 +186,9 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     return result
 
 
-def _check_folders(storage_backend: str, configuration: Any) -> None:
+def _check_folders(store: Any, folders: Sequence[Path]) -> None:
     """Make the folders of a store of files, and warn about those that other accounts can reach."""
-    if storage_backend not in FILE_STORES:
-        return
-    store = FILE_STORES[storage_backend]
-    for folder in store.folders(configuration):
+    for folder in folders:
         store.make_private(folder)
         warning = store.warning(folder)
         if warning is not None:
