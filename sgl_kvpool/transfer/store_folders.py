@@ -26,10 +26,7 @@ class FileStore:
     default: str
 
     def folders(self, configuration: Mapping[str, Any] | None = None) -> list[Path]:
-        """Its folders, with a --hicache-storage-backend-extra-config; none if it keeps objects elsewhere.
-
-        Refusal for a configuration of NIXL's plugins that SGLang cannot read.
-        """
+        """Its folders, with a --hicache-storage-backend-extra-config; none if it keeps objects elsewhere."""
         configuration = configuration or {}
         if self is FILE_STORES["file"]:
             return [
@@ -37,7 +34,15 @@ class FileStore:
             ]
         plugin = os.environ.get("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "")
         if "plugin" in configuration:
-            plugin = _active_plugin(configuration["plugin"])
+            plugins, yes = configuration["plugin"], (True, "true", "True")
+            try:  # SGLang takes the first that is active
+                plugin = next(name for name, item in plugins.items() if item.get("active") in yes).upper()
+            except (AttributeError, StopIteration):
+                found = ", ".join(plugins) if isinstance(plugins, dict) else type(plugins).__name__
+                raise Refusal(
+                    f'"plugin" of --hicache-storage-backend-extra-config ({found or "empty"}) has no active '
+                    'plugin; give one, as {"plugin": {"posix": {"active": true}}} does'
+                ) from None
         if plugin == "OBJ":
             return []
         named = (os.environ.get(self.variable) or self.default).split(",")
@@ -69,18 +74,6 @@ FILE_STORES = {
     "file": FileStore("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "/tmp/hicache"),
     "nixl": FileStore("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", "/tmp/hicache_storage"),
 }
-
-
-def _active_plugin(plugins: Any) -> str:
-    """NIXL's plugin as SGLang reads it, the first active one; values, such as S3's keys, are not shown."""
-    try:
-        return next(name for name, x in plugins.items() if x.get("active") in (True, "true", "True")).upper()
-    except (AttributeError, StopIteration):
-        named = ", ".join(plugins) if isinstance(plugins, dict) else type(plugins).__name__
-        raise Refusal(
-            f'"plugin" of --hicache-storage-backend-extra-config ({named or "empty"}) has no active plugin; '
-            'give one, as {"plugin": {"posix": {"active": true}}} does'
-        ) from None
 
 
 def exposure(folder: Path) -> str | None:

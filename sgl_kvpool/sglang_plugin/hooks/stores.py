@@ -15,7 +15,6 @@ take too long are counted while they last, since they may never return.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -103,10 +102,9 @@ def _timed(call: Callable, action: str, first: Any, *args: Any, **kwargs: Any) -
         return call(first, *args, **kwargs)
     pages = sum(len(getattr(one, "keys", None) or ()) if not isinstance(one, str) else 1 for one in first)
     what = f"to {action} {pages} pages takes longer than {_LIMIT_SECONDS:g} s"
-    late = partial(metrics.uncached, "store_slow", pages, what)
-    timer, began = threading.Timer(_LIMIT_SECONDS, late), time.monotonic()
+    timer = threading.Timer(_LIMIT_SECONDS, metrics.uncached, ("store_slow", pages, what))
     timer.daemon = True
-    with suppress(RuntimeError):  # no more threads can be started: a slow call is counted when it ends
+    with suppress(RuntimeError):  # no more threads can be started: the call is made without a limit
         timer.start()
     _in_call.now = True
     try:
@@ -114,8 +112,6 @@ def _timed(call: Callable, action: str, first: Any, *args: Any, **kwargs: Any) -
     finally:
         _in_call.now = False
         timer.cancel()
-        if timer.ident is None and time.monotonic() - began > _LIMIT_SECONDS:
-            late()
 
 
 @around(f"{_CONTROLLER}._generic_page_get", "host tier")

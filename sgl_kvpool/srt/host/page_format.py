@@ -135,10 +135,7 @@ def _map(function, pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]):
         raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
     tags = [tag] * len(pages)
     if len(pages) > 1 and len(pages[0]) >= _THREADED_BYTES:
-        # Threads end with the call, so that none writes a checksum later, into a page that is in use again.
-        with (
-            suppress(RuntimeError),  # no more threads can be started: this one does the work
-            ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kvpool-checksum") as threads,
-        ):
+        # They end with the call: none writes into a page later. If one cannot start, this one does it all.
+        with suppress(RuntimeError), ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
             return list(threads.map(function, pages, tags, keys))
     return map(function, pages, tags, keys)

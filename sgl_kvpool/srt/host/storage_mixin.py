@@ -184,7 +184,7 @@ class StorageMixin(HostKVCache):
                 problem = "the bytes behind the page are not zero"
             if problem is not None:
                 raise DamagedPage(problem)
-        # By numpy: torch would start threads for SGLang's, and end the process if it cannot.
+        # By numpy: if torch cannot start threads for SGLang's thread, the process ends.
         self._pages.numpy()[page] = stored[: self._pages.shape[1]]
         self._lost.set(page, False)
 

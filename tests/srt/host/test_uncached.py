@@ -219,16 +219,6 @@ def test_a_read_that_hangs_is_counted_while_it_hangs(dense, limit, uncached, cap
     assert len(logged(caplog, "store_slow")) == 1
 
 
-def test_a_slow_call_that_no_thread_watches_is_counted_at_its_end(limit, uncached, monkeypatch):
-    def refused(_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    for seconds in (0.0, 0.25):
-        assert stores._timed(lambda keys, _s=seconds: time.sleep(_s) or 7, "search for", ["a", "b"]) == 7
-    assert uncached() == {"store_slow": 2}
-
-
 @pytest.mark.parametrize("method", ["exists", "set"])
 def test_a_search_or_a_write_that_hangs_is_counted(dense, limit, uncached, tmp_path, method):
     model = dense(16, store=tmp_path)
