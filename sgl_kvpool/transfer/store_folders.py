@@ -28,8 +28,15 @@ class FileStore:
             ]
         plugin = os.environ.get("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "")
         if "plugin" in configuration:
-            active = (name for name, item in configuration["plugin"].items() if item.get("active"))
-            plugin = next(active, "").upper()
+            plugins, yes = configuration["plugin"], (True, "true", "True")
+            try:  # SGLang takes the first that is active
+                plugin = next(name for name, item in plugins.items() if item.get("active") in yes).upper()
+            except (AttributeError, StopIteration):
+                found = ", ".join(plugins) if isinstance(plugins, dict) else type(plugins).__name__
+                raise Refusal(
+                    f'"plugin" of --hicache-storage-backend-extra-config ({found or "empty"}) has no active '
+                    'plugin; give one, as {"plugin": {"posix": {"active": true}}} does'
+                ) from None
         if plugin == "OBJ":
             return []
         named = (os.environ.get(self.variable) or self.default).split(",")

@@ -26,7 +26,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.page_format import DIRECT_IO_BYTES, HostPageFormat
-from sgl_kvpool.srt.host.shared_segment import NodeRanks
+from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharingRefused
 from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
 from sgl_kvpool.srt.host.tier_bytes import bytes_beside_rows
@@ -152,6 +152,8 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
                 super()._allocate_host_buffer()
             else:
                 self._allocate_shared_buffer(self.shared)
+        except SharingRefused:
+            raise
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
             size_bytes = self.size * self.size_per_token
             raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error

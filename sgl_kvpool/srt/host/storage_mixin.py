@@ -163,7 +163,7 @@ class StorageMixin(HostKVCache):
     @overrides
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """Memory for a page from a store, `[copied_bytes / itemsize]`, like a copy by `get_data_page`."""
-        return torch.zeros(self.page_format.copied_bytes, dtype=torch.uint8).view(self.stored_dtype)
+        return torch.from_numpy(np.zeros(self.page_format.copied_bytes, np.uint8)).view(self.stored_dtype)
 
     @overrides
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
@@ -184,7 +184,8 @@ class StorageMixin(HostKVCache):
                 problem = "the bytes behind the page are not zero"
             if problem is not None:
                 raise DamagedPage(problem)
-        self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
+        # By numpy: if torch cannot start threads for SGLang's thread, the process ends.
+        self._pages.numpy()[page] = stored[: self._pages.shape[1]]
         self._lost.set(page, False)
 
     @overrides
