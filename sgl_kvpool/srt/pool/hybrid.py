@@ -10,7 +10,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    MLATokenToKVPool,
+    unwrap_write_loc,
+)
 
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
@@ -112,6 +117,8 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     ) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]` with the pool's own scales."""
         place = self._transfer_full_attention_id(layer.layer_id)
+        if (full_loc := unwrap_write_loc(loc_info)[2]) is not None:
+            loc_info = replace(loc_info, loc=full_loc)
         self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override=place)
 
     @overrides

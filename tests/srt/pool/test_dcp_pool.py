@@ -1,6 +1,7 @@
 """Decode context parallelism: SGLang's slots are spread over ranks, and a rank's pool holds its own rows."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import codec_oracle as oracle
 import numpy as np
@@ -8,7 +9,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import ARRANGEMENTS, START, assert_holds, at, copied, device_pool, guard, layer, rows, values
+from pools import (
+    ARRANGEMENTS,
+    DSA_PAGE,
+    GUARD,
+    LAYERS,
+    START,
+    assert_holds,
+    at,
+    copied,
+    device_pool,
+    dsa_pool,
+    dsa_row_bytes,
+    guard,
+    hybrid_pool,
+    layer,
+    layer_ids,
+    rows,
+    values,
+)
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -102,6 +121,123 @@ def test_retracted_tokens_come_back_on_every_rank(layout, arrangement, monkeypat
         assert changed == 3 * len(own)
 
 
+# -------------------------------------------------------------------- pools whose slots are not spread
+
+
+def encoded(stock_rows, layout, size):
+    """Rows of a layout from those of SGLang's bf16 pool, where it has stored any."""
+    flat = np.ascontiguousarray(stock_rows).reshape(-1, stock_rows.shape[-1])
+    written = ~(flat == GUARD).all(axis=1)
+    found = np.full((len(flat), size), GUARD, np.uint8)
+    if written.any():
+        parts = torch.from_numpy(flat[written]).view(torch.bfloat16).split([512, 64], dim=1)
+        found[written] = oracle.encode(*parts, layout, 512, 64, size)
+    return found.reshape(*stock_rows.shape[:-1], size)
+
+
+def assert_as_sglangs(pool, stock, layout, size):
+    for ours, theirs in zip(rows(pool), rows(stock), strict=True):
+        assert np.array_equal(ours, encoded(theirs, layout, size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_pool_decides_whether_its_slots_are_spread_as_sglangs_does(data):
+    """SGLang's own pool, with the same arguments and calls, says which rows of which tokens a rank stores."""
+    ranks = data.draw(st.integers(2, 5), label="ranks")
+    rank = data.draw(st.integers(0, ranks - 1), label="rank")
+    layout = data.draw(st.sampled_from(oracle.LAYOUTS), label="layout")
+    sparse = data.draw(st.booleans(), label="sparse")
+    # SGLang's writers of sparse attention refuse resolved numbers.
+    spread = data.draw(st.sampled_from(["sharded", "replicated", "resolved"][: 3 - sparse]), label="spread")
+    span = ranks if spread == "sharded" else 1
+    combines = span == 1 and data.draw(st.booleans(), label="set_kv_buffer")
+    if sparse:
+        page, make, size, own = DSA_PAGE * (ranks // span), dsa_pool, dsa_row_bytes(layout), {}
+    else:
+        page, make, size = (
+            data.draw(st.sampled_from([1, 3, PAGE])),
+            device_pool,
+            oracle.row_bytes(layout, 512, 64),
+        )
+        own = {"arrangement": data.draw(st.sampled_from(ARRANGEMENTS), label="arrangement")}
+    arguments = {"page_size": page, "size": 2 * page, "dcp_replicated": spread == "replicated"}
+    with as_rank(rank, ranks):
+        stock = make("bf16", stock=True, start_layer=START, **arguments)
+        pool = make(layout, start_layer=START, **arguments, **own)
+    guard(pool, stock)
+    tokens = st.lists(st.integers(page * span, 3 * page * span - 1), min_size=1, max_size=6, unique=True)
+    slots = torch.tensor(data.draw(tokens, label="slots"))
+    nope, rope = values(len(slots))
+    combined = torch.cat([nope, rope], -1)
+    pages = torch.arange(page * span, 3 * page * span)
+    with as_rank(rank, ranks), mock.patch.object(torch.cuda, "synchronize"):
+        for each in (pool, stock):
+            each.write_loc_is_dcp_resolved = spread == "resolved"
+            if combines:
+                each.set_kv_buffer(layer(START + 1), slots, combined, combined)
+            else:
+                each.set_mla_kv_buffer(layer(START + 1), slots, nope, rope)
+        assert_as_sglangs(pool, stock, layout, size)
+        assert (pool.slots_per_row, pool.dcp_rank) == (span, rank % span)
+        if span == 1:
+            for each in (pool, stock):
+                each.move_kv_cache(pages[-1:], slots[:1])
+            assert_as_sglangs(pool, stock, layout, size)
+        kept = [each.get_cpu_copy(pages) for each in (pool, stock)]
+        guard(pool, stock)
+        for each, copy in zip((pool, stock), kept, strict=True):
+            each.load_cpu_copy(copy, pages.view(2, -1).flip(0).flatten())
+        assert_as_sglangs(pool, stock, layout, size)
+
+
+@pytest.mark.parametrize("method", ["set_mla_kv_buffer", "set_kv_buffer"])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_slots_of_the_full_layers_are_those_of_sglangs_hybrid_pool(layout, method):
+    """Only the writer of combined rows takes `full_loc`, which may be longer than `loc`."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool, stock = hybrid_pool(layout), hybrid_pool("bf16", stock=True)
+    guard(pool, stock)
+    nope, rope = values(2)
+    parts = (nope, rope) if method == "set_mla_kv_buffer" else (torch.cat([nope, rope], -1), nope)
+    for each in (pool, stock):
+        for full_loc in (None, torch.tensor([13, 9, 5])):
+            loc = KVWriteLoc(torch.tensor([4, 7]), full_loc=full_loc, physical=True)
+            getattr(each, method)(layer(layer_ids(pool)[0]), loc, *parts)
+    assert_as_sglangs(pool, stock, layout, oracle.row_bytes(layout, 512, 64))
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_every_rank_reads_and_backs_up_all_of_a_replicated_pool(arrangement, no_reserve):
+    """As a draft's beside a target with spread rows: attention, self-check and host tier ask the pool."""
+    from host_tier import backup, host_pool, load
+
+    from sgl_kvpool.srt.attention.decode_verify import ListReader
+    from sgl_kvpool.srt.self_check.rows import check_rows
+
+    table = torch.arange(40).view(4, 10).int()
+    with as_rank(2, 3):
+        pool = device_pool("fp4", arrangement, page_size=6, dcp_replicated=True)
+        assert check_rows(pool) == f"rows of {LAYERS} of {LAYERS} layers"
+        lists = ListReader(pool, table, 2, 4, 1)
+        assert torch.equal(lists._own_entries, table)
+        assert (lists.kv_lens.rank, lists.kv_lens.ranks) == (0, 1)
+        tier = host_pool(pool)
+        assert (tier.dcp_size, tier.dcp_rank, tier.page_size) == (1, 0, 6)
+        assert "-d" not in tier.storage_format_tag
+        wanted = copied(pool)
+        nope, rope = values(6)
+        pool.set_mla_kv_buffer(layer(START), torch.arange(6, 12), nope, rope)
+        backup(tier, [3], [1])
+        load(tier, [3], [4])
+    for part in wanted:
+        wanted[part][4] = copied(pool)[part][1]
+        wanted[part][1] = copied(pool)[part][1]
+    assert (wanted["rows", START][4] != 0).any(-1).all()
+    assert_holds(pool, wanted)
+
+
 def test_rows_are_not_moved_between_ranks():
     (pool,) = pools_of(1, "fp4", "layer_major")
     with as_rank(1, 2), pytest.raises(NotImplementedError, match="--dcp-size 2: .* different ranks"):
@@ -111,9 +247,11 @@ def test_rows_are_not_moved_between_ranks():
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_combined_rows_are_refused_as_sglang_refuses_them(layout):
     (pool,) = pools_of(1, layout, "layer_major")
+    before = copied(pool)
     combined = torch.cat(values(1), -1)
     with as_rank(1, 2), pytest.raises(AssertionError, match="no DCP-aware write path"):
         pool.set_kv_buffer(layer(START), torch.tensor([5]), combined, combined)
+    assert_holds(pool, before)
 
 
 def test_kv_lens_count_a_ranks_own_positions():
