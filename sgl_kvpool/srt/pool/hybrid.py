@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MLATokenToKVPool,
     unwrap_write_loc,
 )
+from torch.utils._pytree import tree_map_only
 
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
@@ -128,6 +129,12 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         self.full_kv_pool.set_mla_kv_buffer(
             layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override=place
         )
+
+    @overrides
+    def get_cpu_copy(self, indices, mamba_indices=None, req_pool_index=None):
+        """SGLang's copy; on a CPU, SGLang returns a view of the live slot instead of a copy of one state."""
+        rows, states = super().get_cpu_copy(indices, mamba_indices, req_pool_index)
+        return rows, tree_map_only(torch.Tensor, torch.clone, states)
 
     @overrides
     def get_mla_kv_buffer(
