@@ -49,6 +49,7 @@ uses(
         *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
     ),
 )
+uses(f"{_POOLS}.MLATokenToKVPool._write_loc_dcp_span", "pools")
 uses(
     f"{_POOLS}.DSATokenToKVPool.__init__",
     "sparse attention",

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
@@ -132,7 +131,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             override_kv_cache_dim=kv_pool.kv_cache_dim,
             draft_buffer_infos=infos[1:],
             dcp_size=kv_pool.slots_per_row,
-            dcp_rank=get_parallel().attn_dcp_rank,
+            dcp_rank=kv_pool.dcp_rank,
             device_capacity_tokens=kv_pool.size if capacity is None else capacity,
             start_layer=kv_pool.start_layer,
             end_layer=kv_pool.end_layer,

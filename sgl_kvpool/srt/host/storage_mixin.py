@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
-from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
@@ -45,7 +44,7 @@ def storage_format_tag(
         f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
     if target.slots_per_row > 1:
-        tag += f"-d{get_parallel().attn_dcp_rank}.{target.slots_per_row}"
+        tag += f"-d{target.dcp_rank}.{target.slots_per_row}"
     scales = k_scales_digest(pools)
     return f"{tag}-k{scales}" if scales else tag
 
