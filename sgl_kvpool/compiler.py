@@ -68,7 +68,6 @@ class Module:
     name: str
     source: Path
     flags: tuple[str, ...]
-    includes: tuple[Path, ...] = ()
     cuda_arch: str | None = None
 
     def load(self) -> Any:
@@ -89,9 +88,8 @@ class Module:
                 return load_module(str(found))
             except Exception as error:  # linked with another C library, for example
                 logger.warning("sgl-kvpool: %s cannot be loaded and is compiled again: %s", found, error)
-        key = f"{name}-{compilers}"
         try:
-            if key in _FAILURES:
+            if (key := f"{name}-{compilers}") in _FAILURES:
                 raise RuntimeError(_FAILURES[key])
             library = self._made(key, pattern, found)
         except Exception as error:  # of a compiler, tvm-ffi or the disk: raised again, with the folder
@@ -122,7 +120,6 @@ class Module:
                     extra_cflags=[] if self.cuda_arch else self.flags,
                     extra_cuda_cflags=self.flags if self.cuda_arch else [],
                     extra_ldflags=[f"-L{scratch}"],
-                    extra_include_paths=[str(path) for path in self.includes],
                     build_directory=scratch,
                 )
                 # Renamed when it is complete, so that no process sees a part of it.
@@ -180,9 +177,8 @@ def cuda_toolkit() -> tuple[Path, Path]:
         files = [[path for one in places for path in sorted(home.glob(one))] for places in _TOOLKIT]
         if all(files):
             return home, files[-1][0]
-    where = ", ".join(map(str, dict.fromkeys(homes)))
-    needed = "bin/nvcc, cuda_runtime.h and libcudart; install CUDA, or set CUDA_HOME to its folder"
-    raise FileNotFoundError(f"{where}: no toolkit with {needed}")
+    tried = ", ".join(map(str, dict.fromkeys(homes)))
+    raise FileNotFoundError(f"{tried}: no bin/nvcc, cuda_runtime.h and libcudart; set CUDA_HOME to a toolkit")
 
 
 @functools.cache

@@ -305,7 +305,7 @@ def test_folders_that_are_no_toolkit(small, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(home))
     for name in TOOLKITS[1]:
         (home / name).rename(tmp_path / "kept")
-        with pytest.raises(RuntimeError, match=f"^{home}: no toolkit with bin/nvcc, .* or set CUDA_HOME"):
+        with pytest.raises(RuntimeError, match=f"^{home}: no bin/nvcc, cuda_runtime.h and .*; set CUDA_HOME"):
             replace(small, cuda_arch="9.0a").load()
         (tmp_path / "kept").rename(home / name)
     assert compiler.cuda_toolkit()[0] == home

@@ -5,9 +5,11 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -16,7 +18,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.kit.outputs import commit
-from sgl_kvpool import __version__
+from sgl_kvpool import __version__, compiler
 from sgl_kvpool.commands.doctor.probes import processor
 
 _PACKAGES = (
@@ -42,11 +44,15 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
     "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
     "capability": torch.cuda.get_device_capability() if count else None}))
 """
+#: Needs of steps that are no modules.
+COMPILERS = ("cc", "c++", "nvcc")
 #: Modules that steps may require or compare with.
 OPTIONAL_MODULES = (
     *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
-    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla"),
+    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla", "triton", "tvm_ffi"),
 )
+#: Packages of modules with other names.
+_PACKAGE_OF = {"tvm_ffi": "apache-tvm-ffi"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Machine:
 
     `gpus`: Names of the GPUs that torch sees.
     `modules`: Modules of `OPTIONAL_MODULES` that can be imported.
+    `lacks`: Reasons by need, of `_missing_compilers`.
     `has_plugin`: Whether SGLang would find this package through its entry point.
     `has_fa3`: Whether sgl_kernel has FlashAttention-3, which SGLang uses for BF16 rows of sparse attention.
     `facts`: Facts from torch, for the first line of results.
@@ -62,6 +69,7 @@ class Machine:
 
     gpus: tuple[str, ...] = ()
     modules: frozenset[str] = frozenset()
+    lacks: dict[str, str] = field(default_factory=dict)
     has_plugin: bool = False
     has_fa3: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +77,8 @@ class Machine:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Reason why a requirement of `needs` is not met; None if all are met.
 
-        Needs are "gpu", "gpus:N", "plugin" or the name of a module.
+        Needs are "gpu", "gpus:N", "plugin", the name of a module, "cc" (for Triton's launchers), "c++" or
+        "nvcc" (for the transfer engines on a CPU and on a GPU).
         """
         return next(filter(None, map(self._missing, needs)), None)
 
@@ -82,13 +91,34 @@ class Machine:
         if need == "plugin":
             found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
             return None if self.has_plugin else found
-        return None if need in self.modules else f"{need} is not installed"
+        if need in COMPILERS:
+            return self.lacks.get(need)
+        return None if need in self.modules else f"{_PACKAGE_OF.get(need, need)} is not installed"
 
 
 def on_path() -> dict[str, str]:
     """This process's environment, with the repository first on PYTHONPATH."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _missing_compilers() -> dict[str, str]:
+    """Which of `COMPILERS` cannot work here, and why."""
+    found = {}
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "clang", "gcc")))):
+        found["cc"] = "no C compiler (gcc, clang or CC), which Triton needs"
+    elif not header.exists():
+        found["cc"] = f"no {header}, which Triton needs: install Python's headers"
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    for program in (shlex.split(os.environ.get("CXX") or "c++")[0], "ninja"):
+        if shutil.which(program, path=path) is None:
+            found["c++"] = found["nvcc"] = f"no {program}, which compiles the transfer engines"
+    try:
+        compiler.cuda_toolkit()
+    except FileNotFoundError as error:
+        found.setdefault("nvcc", str(error))
+    return found
 
 
 def find_machine() -> Machine:
@@ -108,6 +138,7 @@ def find_machine() -> Machine:
     return Machine(
         gpus=tuple(facts["gpus"]),
         modules=frozenset(name for name in OPTIONAL_MODULES if importlib.util.find_spec(name) is not None),
+        lacks=_missing_compilers(),
         has_plugin="sgl_kvpool" in {one.name for one in metadata.entry_points(group="sglang.srt.plugins")},
         has_fa3=folder is not None and any(folder.glob("flash_ops*")),
         facts=facts,

@@ -23,15 +23,17 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
 
 #: A machine with a GPU, torch and what tests need, without SGLang.
-ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
+ONLY_TORCH = Machine(
+    gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes", "triton", "tvm_ffi"})
+)
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
 
 
 def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     steps = first_light_steps(on_gpu=True)
     assert [step.name for step in steps] == [
-        *("tests-core", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "tiles-64", "codec-quick"),
-        "transfer-quick",
+        *("tests-core", "tiles-16", "tests-transfer", "attention-quick", "tiles-8", "tiles-32", "tiles-64"),
+        *("codec-quick", "transfer-quick"),
     ]
     assert [ONLY_TORCH.missing(step.needs) for step in steps] == [None] * len(steps)
     assert all(0 < step.expected_s < step.limit_s for step in steps)

@@ -280,7 +280,7 @@ def test_the_cuda_toolkit_is_named(monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_HOME", str(home))
         return as_text({"host": probes.host()})
 
-    assert f"note: {tmp_path}: no toolkit with bin/nvcc, cuda_runtime.h and libcudart; " in report(tmp_path)
+    assert f"note: {tmp_path}: no bin/nvcc, cuda_runtime.h and libcudart; " in report(tmp_path)
     for name in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
