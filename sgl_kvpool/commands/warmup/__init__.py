@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
+        way = "run warmup once where it does, with these variables' folders on a volume that servers mount"
+        raise ValueError(f"--device cuda: torch sees no GPU here; {way}: {', '.join(VARIABLES['cuda'])}")
 
     served = _served(model, arguments)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)

@@ -113,11 +113,13 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     ("argv", "said"),
     [
         (["--device", "cpu", "--model", "/nowhere"], "'/nowhere' does not exist"),
+        (["--device", "cuda"], "run warmup once where it does, with these variables' folders on a volume"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
         (["--device", "cpu", "--tp", "4", "--dcp-size", "3"], "--dcp-size 3 does not divide --tp 4, "),
     ],
 )
-def test_servers_that_cannot_exist_are_refused(argv, said, capsys):
+def test_servers_that_cannot_exist_are_refused(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["warmup", *argv]) == 2
     assert said in capsys.readouterr().err
 
