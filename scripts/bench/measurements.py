@@ -17,7 +17,7 @@ _FIELDS = (
     ("*_submit_us", "us", "kernel_time", "lower"),
     ("gb_per_s", "GB/s", "kernel_time", "higher"),
     ("to_*_gb_per_s", "GB/s", "kernel_time", "higher"),
-    ("*_model_step_ratio", "x", "kernel_ratio", "lower"),
+    ("*_step_ratio", "x", "kernel_ratio", "lower"),
     ("time_to_layer_major", "x", "kernel_ratio", "lower"),
     ("*_of_*cop*", "x", "kernel_ratio", "higher"),
 )
