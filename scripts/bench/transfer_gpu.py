@@ -128,14 +128,13 @@ class Gpu:
         """The attention of a decode step, `fp4` rows, as a CUDA graph: its programs fill all SMs at once."""
         device, runner = CudaDevice(), Kvpool()
         runner.load(device)
-        fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
-        prepared = runner.prepare(make_problem(decode_workload(device.sm_count), fmt, device))
+        fmt, work = MLAKVCacheLayout("fp4").row_format(512, 64), decode_workload(device.sm_count)
+        self._kept = prepared = runner.prepare(make_problem(work, fmt, device))  # memory of the graph
         prepared.calls[0]()  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(LAYERS):
                 prepared.calls[0]()
-        self._kept = prepared  # memory of the graph
         return graph.replay
 
 

@@ -44,15 +44,11 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
     "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
     "capability": torch.cuda.get_device_capability() if count else None}))
 """
-#: Needs of steps that are no modules.
-COMPILERS = ("cc", "c++", "nvcc")
 #: Modules that steps may require or compare with.
 OPTIONAL_MODULES = (
     *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
     *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla", "triton", "tvm_ffi"),
 )
-#: Packages of modules with other names.
-_PACKAGE_OF = {"tvm_ffi": "apache-tvm-ffi"}
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,7 @@ class Machine:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Reason why a requirement of `needs` is not met; None if all are met.
 
-        Needs are "gpu", "gpus:N", "plugin", the name of a module, "cc" (for Triton's launchers), "c++" or
-        "nvcc" (for the transfer engines on a CPU and on a GPU).
+        Needs are "gpu", "gpus:N", "plugin", "cc" (for Triton), "c++", "nvcc" or the name of a module.
         """
         return next(filter(None, map(self._missing, needs)), None)
 
@@ -91,9 +86,10 @@ class Machine:
         if need == "plugin":
             found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
             return None if self.has_plugin else found
-        if need in COMPILERS:
+        if need in ("cc", "c++", "nvcc"):
             return self.lacks.get(need)
-        return None if need in self.modules else f"{_PACKAGE_OF.get(need, need)} is not installed"
+        package = "apache-tvm-ffi" if need == "tvm_ffi" else need
+        return None if need in self.modules else f"{package} is not installed"
 
 
 def on_path() -> dict[str, str]:
@@ -103,21 +99,19 @@ def on_path() -> dict[str, str]:
 
 
 def _missing_compilers() -> dict[str, str]:
-    """Which of `COMPILERS` cannot work here, and why."""
+    """Which of "cc", "c++" and "nvcc" cannot work here, and why."""
     found = {}
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "clang", "gcc")))):
-        found["cc"] = "no C compiler (gcc, clang or CC), which Triton needs"
-    elif not header.exists():
-        found["cc"] = f"no {header}, which Triton needs: install Python's headers"
+    cc, cxx = (os.environ.get(variable) or name for variable, name in (("CC", "cc"), ("CXX", "c++")))
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
-    for program in (shlex.split(os.environ.get("CXX") or "c++")[0], "ninja"):
-        if shutil.which(program, path=path) is None:
-            found["c++"] = found["nvcc"] = f"no {program}, which compiles the transfer engines"
+    for need, command in (("cc", cc), ("c++", cxx), ("c++", "ninja")):
+        if shutil.which(shlex.split(command)[0], path=path) is None:
+            found[need] = f"{command} is not on the PATH"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        found["cc"] = "Triton compiles with Python.h, which is not installed"
     try:
         compiler.cuda_toolkit()
     except FileNotFoundError as error:
-        found.setdefault("nvcc", str(error))
+        found["nvcc"] = str(error)
     return found
 
 

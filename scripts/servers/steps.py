@@ -21,7 +21,7 @@ _TOGETHER = ("--together",)
 _GPU = ("gpu", "ml_dtypes", "triton", "cc")
 _SGLANG = (*_GPU, "sglang")
 #: What compiles the transfer engines for a GPU.
-_ENGINES = ("tvm_ffi", "nvcc")
+_ENGINES = ("tvm_ffi", "c++", "nvcc")
 
 
 def checks(
@@ -47,10 +47,9 @@ def checks(
 def bench(name: str, what: str, limit_s: float, expected_s: float, *words: str) -> Step:
     """Step of a benchmark; `words` are its name and options."""
     command = (sys.executable, "-m", "scripts.bench", *words, "--json", "{folder}/results.json")
-    if "cuda" in words:
-        needs = ("numpy", "gpu", "triton", "cc", *(_ENGINES if words[0] == "transfer" else ()))
-    else:
-        needs = ("numpy", *{"codec": (), "transfer": ("tvm_ffi", "c++")}.get(words[0], ("triton",)))
+    on_cpu = {"codec": (), "transfer": ("tvm_ffi", "c++")}.get(words[0], ("triton",))
+    on_gpu = ("gpu", "triton", "cc", *(_ENGINES if words[0] == "transfer" else ()))
+    needs = ("numpy", *(on_gpu if "cuda" in words else on_cpu))
     return Step(name, what, command, limit_s, measurements, needs=needs, expected_s=expected_s)
 
 
