@@ -9,10 +9,9 @@
 
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
 nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
-or if nothing could be compared, 128 plus the signal's number after an interruption. The same command with the
-same --out continues a run. Without a GPU a reduced form runs on the CPU. docs/benchmarks.md has details.
-
-This program has never been run on a GPU.
+or if nothing could be compared, 3 if steps timed out and nothing was wrong, 128 plus the signal's number
+after an interruption. The same command with the same --out continues a run. Without a GPU a reduced form runs
+on the CPU: docs/benchmarks.md. This program has never been run on a GPU.
 """
 
 import argparse

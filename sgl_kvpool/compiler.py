@@ -31,6 +31,13 @@ logger = logging.getLogger(__name__)
 #: Variable with tvm-ffi's cache folder, in which `folder()` is.
 VARIABLE = "TVM_FFI_CACHE_DIR"
 _PACKAGE = Path(__file__).resolve().parent
+#: Errors of builds by the library's name: a process does not repeat a build that has failed.
+_FAILURES: dict[str, str] = {}
+#: Files of a CUDA toolkit, each with its places in NVIDIA's, pip's, Debian's and conda's folders.
+_TOOLKIT = (
+    ("bin/nvcc",), ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h"),
+    ("lib64/libcudart.so*", "lib/libcudart.so*", "lib/*/libcudart.so*", "targets/*/lib/libcudart.so*"),
+)  # fmt: skip
 
 
 def folder() -> Path:
@@ -71,7 +78,6 @@ class Module:
     name: str
     source: Path
     flags: tuple[str, ...]
-    includes: tuple[Path, ...] = ()
     cuda_arch: str | None = None
 
     def load(self) -> Any:
@@ -95,8 +101,11 @@ class Module:
             except Exception as error:  # linked with another C library, for example
                 logger.warning("sgl-kvpool: %s cannot be loaded and is compiled again: %s", found, error)
         try:
-            library: Path | None = self._made(f"{name}-{compilers}", pattern, found)
+            if (key := f"{name}-{compilers}") in _FAILURES:
+                raise RuntimeError(_FAILURES[key])
+            library: Path | None = self._made(key, pattern, found)
         except Exception as error:  # of a compiler, tvm-ffi or the disk: raised again, with the folder
+            _FAILURES[key] = str(error)
             library = _usable(f"{name}-*.so", other_than=found)
             if library is None:
                 where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
@@ -120,12 +129,14 @@ class Module:
                     return path
                 path.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(prefix=".build-", dir=folder()) as scratch, self._tools():
+                if self.cuda_arch:  # tvm-ffi links with lib64/libcudart.so, which not every toolkit has
+                    (Path(scratch) / "libcudart.so").symlink_to(cuda_toolkit()[1].resolve())
                 made = cpp.build(
                     self.name,
                     sources=[str(self.source)],
                     extra_cflags=[] if self.cuda_arch else self.flags,
                     extra_cuda_cflags=self.flags if self.cuda_arch else [],
-                    extra_include_paths=[str(path) for path in self.includes],
+                    extra_ldflags=[f"-L{scratch}"],
                     build_directory=scratch,
                 )
                 # With a umask of 0 the linker lets anybody write it.
@@ -146,9 +157,9 @@ class Module:
     def _compilers(self) -> str | None:
         """Digest of the compilers' versions; None if one is missing."""
         commands = [shlex.split(os.environ.get("CXX") or "c++")]
-        if self.cuda_arch:
-            commands.append([str(_cuda_home() / "bin" / "nvcc")])
         try:
+            if self.cuda_arch:
+                commands.append([str(cuda_toolkit()[0] / "bin" / "nvcc")])
             return _digest(*(_version(*command) for command in commands))
         except (OSError, subprocess.CalledProcessError):
             return None
@@ -161,7 +172,7 @@ class Module:
             path = os.environ.get("PATH", os.defpath)
             changed["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
         if self.cuda_arch:
-            changed |= {"CUDA_HOME": str(_cuda_home()), "TVM_FFI_CUDA_ARCH_LIST": self.cuda_arch}
+            changed |= {"CUDA_HOME": str(cuda_toolkit()[0]), "TVM_FFI_CUDA_ARCH_LIST": self.cuda_arch}
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:
@@ -180,12 +191,19 @@ def _usable(pattern: str, other_than: Path | None = None) -> Path | None:
     return next(paths, None)
 
 
-def _cuda_home() -> Path:
-    """Folder of the CUDA toolkit, where tvm-ffi and SGLang look for it."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is None and (nvcc := shutil.which("nvcc")) is not None:
-        return Path(nvcc).parent.parent
-    return Path(home or "/usr/local/cuda")
+def cuda_toolkit() -> tuple[Path, Path]:
+    """Folder of the CUDA toolkit, and its libcudart; FileNotFoundError if no folder has all of `_TOOLKIT`."""
+    named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    # nvcc looks for its files beside itself, not beside a link to it; a wrapper script may be anywhere.
+    above = [Path(nvcc).resolve().parents[1], Path(nvcc).absolute().parents[1]] if nvcc else []
+    packages = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[1-9]*"))
+    homes = [Path(named)] if named else [*above, Path("/usr/local/cuda"), *packages]
+    for home in homes:
+        files = [[path for one in places for path in sorted(home.glob(one))] for places in _TOOLKIT]
+        if all(files):
+            return home, files[-1][0]
+    tried = ", ".join(map(str, dict.fromkeys(homes)))
+    raise FileNotFoundError(f"{tried}: no bin/nvcc, cuda_runtime.h and libcudart; set CUDA_HOME to a toolkit")
 
 
 @functools.cache

@@ -90,8 +90,7 @@ FAILURES = {
     ),
     "engine_build": Event(
         "an engine could not be built; the torch engine is used",
-        "look at the reason. `cannot find -lcudart` means that `nvcc` on the PATH is a wrapper outside its "
-        "toolkit: set `CUDA_HOME`. With an explicit `--kv-host-engine` the server ends instead",
+        "look at the reason. With an explicit `--kv-host-engine` the server ends instead",
     ),
     "registration": Event(
         "host memory could not be pinned; transfers use pageable memory",

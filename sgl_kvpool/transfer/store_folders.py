@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.folders import exposure, make_private
+from sgl_kvpool.refusal import Refusal
 
 
 @dataclass(frozen=True)

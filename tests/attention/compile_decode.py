@@ -118,6 +118,7 @@ def facts(compiled, sass, usage):
     roles = loop_costs.role_loops(sass) if "HGMMA" in sass else []
     return {
         "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
+        "threads": int(re.search(r"\.reqntid (\d+)", compiled.asm["ptx"]).group(1)),
         "registers": int(resources["REG"]),
         "stack_bytes": int(resources["STACK"]),
         "shared_bytes": compiled.metadata.shared,

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import __version__, env
+from sgl_kvpool import __version__, compiler, env
 from sgl_kvpool.attention.decode_config import HOPPER, gpu_problem
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
 from sgl_kvpool.commands.waiting import Answers
@@ -256,6 +256,10 @@ def host() -> Finding:
             "no C++ compiler (c++, or what CXX names): the host tier would use torch's copies, which are "
             "slower; install g++"
         )
+    try:
+        finding.facts["CUDA toolkit"] = str(compiler.cuda_toolkit()[0])
+    except FileNotFoundError as error:
+        finding.notes.append(f"{error}. On a GPU the host tier would use torch's copies, which are slower")
     if soft != resource.RLIM_INFINITY:
         finding.notes.append(
             f"at most {soft} bytes of memory may be locked (ulimit -l): registering a host pool with a "

@@ -6,15 +6,8 @@ from dataclasses import replace
 from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
 from sgl_kvpool.commands.waiting import progress
-from sgl_kvpool.commands.warmup.steps import (
-    DEEPSEEK_V3,
-    VARIABLES,
-    Served,
-    carry_out,
-    model_of,
-    steps_on_cpu,
-    steps_on_cuda,
-)
+from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, Served, model_of
+from sgl_kvpool.commands.warmup.steps import VARIABLES, carry_out, steps_on_cpu, steps_on_cuda
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import options
 
@@ -62,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
+        way = "run warmup once where it does, with these variables' folders on a volume that servers mount"
+        raise ValueError(f"--device cuda: torch sees no GPU here; {way}: {', '.join(VARIABLES['cuda'])}")
 
     served = _served(model, arguments)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)

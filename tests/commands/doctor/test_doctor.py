@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pwd
+import re
 import resource
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from ml_dtypes import _ml_dtypes_ext
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands import doctor
-from sgl_kvpool.commands.doctor import compiled_code, probes
+from sgl_kvpool.commands.doctor import as_text, compiled_code, probes
 from sgl_kvpool.commands.doctor.probes import Finding
 from sgl_kvpool.commands.warmup.steps import CACHES
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -334,6 +335,18 @@ def test_free_memory_is_what_sglang_finds(monkeypatch):
     assert finding.facts["free_bytes"] <= (10 << 30) - 7
     assert finding.facts["host_tier_bytes"] == 0
     assert any("--enable-hierarchical-cache would not start" in note for note in finding.notes)
+
+
+def test_the_cuda_toolkit_is_named(monkeypatch, tmp_path):
+    def report(home):
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        return as_text({"host": probes.host()})
+
+    assert f"note: {tmp_path}: no bin/nvcc, cuda_runtime.h and libcudart; " in report(tmp_path)
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert re.search(f"CUDA toolkit +{tmp_path}\n", report(tmp_path))
 
 
 def test_a_control_group_outside_the_namespace(monkeypatch):

@@ -128,11 +128,13 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(trusted, tmp_path):
     ("argv", "said"),
     [
         (["--device", "cpu", "--model", "/nowhere"], "'/nowhere' does not exist"),
+        (["--device", "cuda"], "run warmup once where it does, with these variables' folders on a volume"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
         (["--device", "cpu", "--tp", "4", "--dcp-size", "3"], "--dcp-size 3 does not divide --tp 4, "),
     ],
 )
-def test_servers_that_cannot_exist_are_refused(argv, said, capsys):
+def test_servers_that_cannot_exist_are_refused(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["warmup", *argv]) == 2
     assert said in capsys.readouterr().err
 
