@@ -120,8 +120,7 @@ class LocalServer:
         self.name = name
         self.wait_seconds = wait_seconds
         self.process: subprocess.Popen[bytes] | Forked | None = None
-        # Signal handlers, which raise in the main thread, cannot lose a server that this one has started. The
-        # thread lives as long as this object, because of `_BOUND`.
+        # Signal handlers raise in the main thread, so this one loses no server; for `_BOUND` it stays.
         self._starter = ThreadPoolExecutor(1)
 
     @property
