@@ -1,13 +1,14 @@
 """Models as users name them: a checkpoint's folder, a config.json, or a name on Hugging Face."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ _LFS_POINTER = re.compile(rb"version https://git-lfs.*^size (\d{1,18})$", re.DOT
 FETCH_LIMIT_S = 20.0
 #: Files that SGLang reads before it loads weights: configurations, and code that they name, if it is trusted.
 _CONFIGURATION, _CODE = "*config.json", "*.py"
+#: Files that decide what a server computes.
+_COMPUTING = (_CONFIGURATION, _CODE, "*.index.json", "*token*", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,14 @@ def weights_gib(folder: Path) -> float | None:
     if total and not all((folder / name.decode()).is_file() for name in set(_FILE.findall(text))):
         size_bytes = max(size_bytes, int(total[1]))
     return size_bytes / _GIB if size_bytes else None
+
+
+def fingerprint(words: Sequence[str]) -> str:
+    """Digest of the files and checkpoints among the words of a command, by size and time of change."""
+    parts = (part for word in words for part in (word, word.partition("=")[2]) if os.path.exists(part))
+    files = {x for part in parts for x in (Path(part), *(f for p in _COMPUTING for f in Path(part).glob(p)))}
+    found = [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in sorted(files) if x.is_file()]
+    return hashlib.sha256(repr(found).encode(errors="replace")).hexdigest()
 
 
 def _size_bytes(file: Path) -> int:

@@ -7,6 +7,7 @@ Run by its path, this file is the importing process; :class:`Forks` talks to it.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -179,6 +180,7 @@ def fork_children() -> None:
             return start(path, arguments, fds)
         if pid := os.fork():
             return pid
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; its children keep that pipe open too
         # Another program would not have the writing end of the pipe whose end of file ends it.
         pipe = _file(fds[-1])
         for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -247,6 +249,7 @@ def _next_case(answers: Any) -> dict[str, Any]:
 
 
 def _run(case: dict[str, Any]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the importing process
     for number, path in enumerate([os.devnull, *case["output"]]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.chdir(case["folder"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.commands.arguments import add_server_arguments, naming, whole
+from sgl_kvpool.commands.arguments import add_server_arguments, given, naming, whole, without_secrets
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
@@ -130,7 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     candidates = _candidates(arguments.host_gb is not None)
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(model.sglang_path(_trusts_code(arguments.server_arguments)))
+        trusted = given(arguments.server_arguments, (_TRUST,)) is not None
+        path = stack.enter_context(model.sglang_path(trusted))
         others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
         servers = [_request(path, each, arguments, others) for each in candidates]
         print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
@@ -143,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         host_gb=arguments.host_gb,
         context_tokens=arguments.context,
         servers=list(zip(candidates, answers, strict=True)),
-        others=arguments.server_arguments,
+        others=without_secrets(arguments.server_arguments),
     )
     print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan))
     return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
@@ -202,7 +203,7 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
 
 def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
     """Server arguments in which a folder replaces the draft's name on Hugging Face; see `sglang_path`."""
-    before, trusted = "", _trusts_code(words)
+    before, trusted = "", given(words, (_TRUST,)) is not None
     for word in words:
         name, equals, value = word.partition("=")
         flag, draft = (name, value) if equals else (before, word)
@@ -217,10 +218,6 @@ def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.
         else:
             yield word
         before = word
-
-
-def _trusts_code(words: Sequence[str]) -> bool:
-    return any(len(name) > 2 and _TRUST.startswith(name) for name in _names(words))
 
 
 def _request(
@@ -249,8 +246,8 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
     ending = tuple(word.rpartition("/")[2] for word in program[-2:])
     if program and (ending not in _PROGRAMS or any("=" in word for word in program)):
         raise ValueError(
-            f"{' '.join(program)!r} is no program that serves; begin with its arguments, with sglang serve "
-            "or with python -m sglang.launch_server, and set variables before sgl-kvpool"
+            f"{' '.join(word.partition('=')[0] for word in program)!r} is no program that serves; begin with "
+            "its arguments, with sglang serve or python -m sglang.launch_server, and set variables before it"
         )
     found, rest = None, []
     remaining = iter(words[first:])
@@ -275,7 +272,7 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is None:
             continue
-        if any(len(one) > 2 and any(of.startswith(one) for of in (name, other)) for one in _names(rest)):
+        if given(rest, (name, other)):
             raise ValueError(f"{name} {value} is given after -- too; leave out one of the two")
         passed_on += [name, str(value)]
     arguments.server_arguments = [*passed_on, *rest]
@@ -283,39 +280,15 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     ours = _OURS if arguments.host_gb is None else (*_OURS, *_HOST)
-    for name in _names(arguments.server_arguments):
-        # SGLang's parser accepts prefixes of argument names.
-        if len(name) > 2 and any(one.startswith(name) for one in ours):
-            raise ValueError(
-                f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
-                "and out of a file that --config names"
-            )
+    if name := given(arguments.server_arguments, ours):
+        raise ValueError(
+            f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
+            "and out of a file that --config names"
+        )
     if arguments.taken_gb >= arguments.gpu_gb:
         raise ValueError(
             f"--taken-gb {arguments.taken_gb:g} leaves no memory on a GPU of {arguments.gpu_gb:g} GiB"
         )
-
-
-def _names(words: Sequence[str]) -> Iterator[str]:
-    """Names of SGLang's arguments, including those in a file after --config."""
-    for number, word in enumerate(words):
-        yield word.partition("=")[0]
-        if word == "--config" and number + 1 < len(words):  # SGLang reads no other form
-            yield from _names_in(Path(words[number + 1]))
-
-
-def _names_in(file: Path) -> list[str]:
-    """Names of arguments in a server's YAML file; ValueError if the file has no arguments."""
-    import yaml  # installed with SGLang; without --config this process needs neither
-
-    try:
-        with naming("--config", file):
-            found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {file} is not YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--config {file} contains no arguments: it is a {type(found).__name__}")
-    return ["--" + str(name).replace("_", "-") for name in found]
 
 
 def _number(text: str, what: str, limit: float, least: float | None = None) -> float:
