@@ -99,27 +99,20 @@ def test_bf16_interoperates_with_stock(manager_of, bootstrap, sides):
         *((layout, dtype, "auto", True) for layout in (None, "bf16") for dtype in ("bfloat16", "bf16")),
         (None, "bf16", "bf16", True),
         (None, "auto", "bfloat16", False),  # as between servers of SGLang; the error names the argument
-        ("fp4", "auto", "auto", False),
+        (None, "auto", "float16", False),  # a float16 model, whose rows `auto` would be
     ],
 )
 def test_names_of_bf16_rows(manager_of, bootstrap, layout, prefill, decode, fits):
-    manager_of("prefill", pool_of(layout or "bf16"), layout=layout, kv_cache_dtype=prefill)
-    peer = manager_of("decode", pool_of("bf16"), kv_cache_dtype=decode)
+    manager_of("prefill", pool_of("bf16"), layout=layout, kv_cache_dtype=prefill)
+    of_model = {"model_dtype": torch.float16} if decode == "float16" else {"kv_cache_dtype": decode}
+    peer = manager_of("decode", pool_of("bf16"), **of_model)
     if fits:
         assert peer.try_ensure_parallel_info(bootstrap)
     else:
-        with pytest.raises(RuntimeError, match=r"same --kv-cache-(dtype|layout)"):
+        with pytest.raises(
+            RuntimeError, match="has kv_cache_dtype=bfloat16.*must use the same --kv-cache-dtype"
+        ):
             peer.try_ensure_parallel_info(bootstrap)
-
-
-def test_rows_in_the_dtype_of_a_float16_model_are_refused(manager_of, bootstrap):
-    """A server without the plugin stores float16 then, and layout bf16 does not."""
-    manager_of("prefill", pool_of("bf16"), layout=None, model_dtype=torch.float16)
-    peer = manager_of("decode", pool_of("bf16"), model_dtype=torch.float16)
-    with pytest.raises(
-        RuntimeError, match="kv_cache_dtype=auto, but decode server has kv_cache_dtype=bfloat16"
-    ):
-        peer.try_ensure_parallel_info(bootstrap)
 
 
 def test_another_version_of_the_rows_is_refused(manager_of, bootstrap, monkeypatch):

@@ -177,12 +177,9 @@ def test_without_a_visible_request_the_argument_stays_unknown(run, breakage):
 def test_a_refusal_that_is_not_utf8_ends_a_scheduler_with_its_text(run_in_scheduler, tmp_path, has_launcher):
     """Names of folders need not be UTF-8, and the locale's encoding need not be UTF-8 either."""
     code = (
-        "import sys\n"
-        "from sgl_kvpool.refusal import Refusal\n"
-        "from sgl_kvpool.sglang_plugin import startup\n"
+        "import sys; from sgl_kvpool.refusal import Refusal; from sgl_kvpool.sglang_plugin import startup\n"
         "sys.stderr.reconfigure(errors='strict')\n"
-        "with startup.ending_when_refused():\n"
-        "    raise Refusal('folder /\\udcff/\\xe9')"
+        "with startup.ending_when_refused(): raise Refusal('folder /\\udcff/\\xe9')"
     )
     left = tmp_path / "refusal"
     told = {"_KVPOOL_CHILD_REFUSAL": str(left)} if has_launcher else {}

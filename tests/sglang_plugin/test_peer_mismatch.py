@@ -1,5 +1,6 @@
 """Requests of a prefill server with other rows, through SGLang's queue, receivers and sockets."""
 
+import asyncio
 import json
 import logging
 import threading
@@ -93,10 +94,9 @@ def _no_other_peers(monkeypatch):
 
 @pytest.fixture
 def peer():
-    """`peer(manager, drip, ranks_drip, body, **fields)`: address of a prefill server, and ranks looked up.
+    """`peer(manager, **fields)`: address of a prefill server like `manager`'s but for `fields`, ranks asked.
 
-    It answers as a server of `manager` would, but for `fields`, or with `body`; `drip` is the interval in
-    seconds between the bytes of an answer about itself, `ranks_drip` of one about a rank.
+    `drip` and `ranks_drip` are seconds before each byte of an answer about all ranks, and about one.
     """
     servers = []
 
@@ -168,10 +168,7 @@ def test_a_request_fails_and_its_prefill_server_is_told(pair, bootstrap, counted
         assert "KV cache layout mismatch: " in (text := failure(request))
         assert " stores rows of layout fp8 (" in text
     # Each request is counted once, however often its prefill server was told.
-    assert [(kind, what.split(":")[0]) for kind, what in counted] == [
-        ("peer_mismatch", "room 71"),
-        ("peer_mismatch", "room 72"),
-    ]
+    assert [(kind, what[:8]) for kind, what in counted] == [("peer_mismatch", f"room {n}:") for n in (71, 72)]
 
 
 def test_a_request_that_another_rank_fails_has_the_text(pair, bootstrap, counted):
@@ -184,20 +181,14 @@ def test_a_request_that_another_rank_fails_has_the_text(pair, bootstrap, counted
     assert failure(request).startswith("KV cache layout mismatch: ")
 
 
-@pytest.mark.parametrize(
-    ("fields", "ranks"),
-    [
-        ({"dp_size": 4, "attn_tp_size": 8, "pp_size": 2}, [(71 % 4, 0, 0, 0)]),
-        ({"dp_size": 3, "follow_bootstrap_room": False}, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 0)]),
-    ],
-)
-def test_one_rank_of_each_group_that_may_have_a_request_is_told(pair, peer, counted, fields, ranks):
+@pytest.mark.parametrize(("by_room", "ranks"), [(True, [71 % 4]), (False, [0, 1, 2, 3])])
+def test_one_rank_of_each_group_that_may_have_a_request_is_told(pair, peer, counted, by_room, ranks):
     """SGLang's prefill server fails a request on all attention ranks and stages if the first one fails it."""
     prefill, decode = pair
-    address, asked = peer(prefill, **fields)
+    address, asked = peer(prefill, dp_size=4, attn_tp_size=8, pp_size=2, follow_bootstrap_room=by_room)
     assert decode.settled({address: [decode.request(address, 71)]}) == set()
     assert told(prefill, 71, seconds=0.5) == [71]
-    assert sorted(asked) == [(-1, -1, -1, -1), *ranks]
+    assert sorted(asked) == [(-1, -1, -1, -1), *((rank, 0, 0, 0) for rank in ranks)]
 
 
 @pytest.mark.parametrize("slow", [{"drip": 1.0}, {"drip": 600.0}, {"ranks_drip": 1.0}], ids=str)
@@ -210,13 +201,11 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
     fit, _ = peer(decode.queue.kv_manager)
     requests = {a: [decode.request(a, 80 + n)] for n, a in enumerate([*slow_ones, fit, bootstrap])}
     began = time.monotonic()
-    waiting = {**requests}
-    while fit in waiting:
-        ready, _ = decode.ensure(waiting)
-        waiting = {a: some for a, some in waiting.items() if a not in ready}
+    while fit not in decode.ensure(requests)[0]:
+        assert time.monotonic() - began < 1
         time.sleep(0.02)
-    assert time.monotonic() - began < 1
-    assert decode.settled(waiting) == set()
+    del requests[fit]
+    assert decode.settled(requests) == set()
     assert time.monotonic() - began < 4
     assert told(prefill, 80 + len(slow_ones) + 1)
     assert sum(thread.name == "kvpool-peers" for thread in threading.enumerate()) == 1
@@ -224,8 +213,6 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
 
 def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch):
     """Nobody takes them at the address of a rank that has ended; requests fail all the same."""
-    import asyncio
-
     prefill, decode = pair
     prefill.server_socket.close(0)
     monkeypatch.setattr(peer_mismatch, "_notified", asyncio.Semaphore(3))
@@ -238,23 +225,18 @@ def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch
     assert "others are being notified" in caplog.text
 
 
-OURS = STRINGS["fp4"]
-
-
 @pytest.mark.parametrize(
     "answer",
     [
-        *[{"attn_tp_size": 10**14}, {"dp_size": 10**9}, {"dp_size": 333, "pp_size": 333}, {"pp_size": -1}],
-        *[{"dp_size": 0}, {"dp_size": 2.5}, {"attn_tp_size": "8"}, {"pp_size": True}, {"attn_cp_size": None}],
-        *[
-            {"dsv41_spec_layout": [1]},
-            {"kv_layout": "\ud800\x1b[2J"},
-            {"page_size": 1e999},
-            {"page_size": "x"},
-        ],
-        *[{"\x1b[2J": 1}, {"kv_cache_dtype": f"{OURS}\n[2026] all good \x1b[2J"}],
-        *[{"kv_cache_dtype": "kv_cache_dtype=" * 3000}, {"kv_cache_dtype": "kv_cache_dtype=" * 30000}],
-        *[{"body": "[" * 50000}, {"body": "9" * 50000}, {"body": "null"}, {"body": "\x1b[2J"}],
+        *({"attn_tp_size": size} for size in (10**14, 10**9, -1, 0, 2.5, "8", True, None)),
+        *({"page_size": size} for size in (1e999, "x")),
+        {"dp_size": 333, "pp_size": 333},
+        {"dsv41_spec_layout": [1]},
+        {"kv_layout": "\ud800\x1b[2J"},
+        {"\x1b[2J": 1},
+        {"kv_cache_dtype": f"{STRINGS['fp4']}\n[2026] all good \x1b[2J"},
+        *({"kv_cache_dtype": "kv_cache_dtype=" * times} for times in (3000, 30000)),
+        *({"body": body} for body in ("[" * 50000, "9" * 50000, "null", "\x1b[2J")),
     ],
     ids=lambda answer: ascii(answer)[:60],
 )
@@ -276,8 +258,7 @@ def test_an_address_that_is_none_is_not_logged_as_it_is(pair, counted, caplog):
     address = "attacker/?x=\n[2026] sgl-kvpool: all good \x1b[2J" + "A" * 100000 + ":8998"
     request = decode.request(address, 71)
     assert decode.settled({address: [request]}) == set()
-    texts = [failure(request), *logged(caplog)]
-    assert all(text.isprintable() and len(text) < 1500 for text in texts)
+    assert all(text.isprintable() and len(text) < 1500 for text in [failure(request), *logged(caplog)])
 
 
 @pytest.mark.parametrize(
