@@ -50,6 +50,14 @@ def packed(tmp_path_factory):
     return wheels, tracked
 
 
+@pytest.mark.parametrize("name", ["sgl-kvpool", "with space"])
+def test_make_says_what_does_not_work_in_a_path_with_a_space(tmp_path, name):
+    (tmp_path / name).mkdir()
+    command = ["sh", ROOT / "scripts" / "check_venv.sh", ".venv", shlex.quote(sys.executable), "file"]
+    done = subprocess.run(command, cwd=tmp_path / name, capture_output=True, text=True)
+    assert ("tvm-ffi compiles no C++ there" in done.stderr) == (" " in name)
+
+
 def files_of(wheel):
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 

@@ -102,8 +102,7 @@ def test_a_gpu_that_is_no_hopper(monkeypatch, capability, note):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     findings = doctor.examine()
     assert [one for one in findings["gpu"].notes if "GPU:" in one] == [f"GPU: kvpool_mla {note}"] * bool(note)
-    facts = findings["would be used"].facts
-    before = capability < (9, 0)
+    facts, before = findings["would be used"].facts, capability < (9, 0)
     assert facts["fp4"] == (
         f"refused: kvpool_mla {note}" if before else "attention by kvpool_mla, chosen by default"
     )
