@@ -1,7 +1,6 @@
 """SGLang's kit for tests of its radix tree, `sglang.test.kits.unified_radix_cache`, over our pools.
 
-It makes trees, host tiers and stores, and has the steps of SGLang's own tests. SGLang's wheel has it for the
-tree in Python only; test_every_model.py has the tree in Rust.
+SGLang's wheel has it for the tree in Python only; test_every_model.py has the tree in Rust.
 """
 
 import itertools
@@ -83,7 +82,6 @@ def steps(layout, arrangement, page, hybrid):
             return [part.tobytes() for part in (rows.numpy(), *states)]
 
         def compute(self, cache, tokens):
-            """Insert a prompt, and write what the tree did not have."""
             had = self.match(cache, tokens).full_kv_hit_length
             self._insert(cache, cache.token_to_kv_pool_allocator, cache.req_to_token_pool, tokens)
             _, slots, states = self.place(cache, tokens)
@@ -93,7 +91,6 @@ def steps(layout, arrangement, page, hybrid):
             return self.bytes_of(cache, tokens)
 
         def evict(self, cache):
-            """Evict everything from the device, and overwrite it."""
             cache.evict(EvictParams(num_tokens=self.cfg.kv_size, mamba_num=self.cfg.mamba_cache_size))
             cache.writing_check(write_back=True)
             assert cache.token_to_kv_pool_allocator.available_size() == self.cfg.kv_size

@@ -105,9 +105,6 @@ def test_retracted_tokens_come_back_on_every_rank(layout, arrangement, monkeypat
         assert changed == 3 * len(own)
 
 
-# -------------------------------------------------------------------- pools whose slots are not spread
-
-
 def assert_as_sglangs(pool, stock, layout, size):
     """The rows of a pool are those of SGLang's bf16 pool, in a layout."""
     for ours, theirs in zip(rows(pool), rows(stock), strict=True):

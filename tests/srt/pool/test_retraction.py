@@ -1,6 +1,6 @@
 """Rows, index keys and states of retracted requests, which SGLang's backend `cpu_tensor` keeps."""
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -11,14 +11,10 @@ from pools import ARRANGEMENTS, assert_holds, at, copied, fill, guard
 
 #: Kinds of models: page size, and tokens of which the last page is not full.
 SIZES = {"dense": (1, 3), "hybrid": (16, 40), "DSA": (64, 160), "hybrid DSA": (64, 129)}
-CASES = [
-    (kind, layout, "layer_major" if "DSA" in kind else ARRANGEMENTS[n % 3])
-    for n, (kind, layout) in enumerate(itertools.product(SIZES, LAYOUTS))
-]
 
 
-@pytest.mark.parametrize(("kind", "layout", "arrangement"), CASES)
-def test_a_request_comes_back_to_other_slots(kind, layout, arrangement, published, monkeypatch):
+@pytest.mark.parametrize(("n", "kind", "layout"), [(n, *x) for n, x in enumerate(product(SIZES, LAYOUTS))])
+def test_a_request_comes_back_to_other_slots(n, kind, layout, published, monkeypatch):
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache import common, memory_pool
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -26,6 +22,7 @@ def test_a_request_comes_back_to_other_slots(kind, layout, arrangement, publishe
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     hybrid, (page, tokens), places = KINDS[kind].hybrid, SIZES[kind], []
     table = request_pool(context=256) if hybrid else memory_pool.ReqToTokenPool(4, 256, "cpu", False)
+    arrangement = "layer_major" if KINDS[kind].sparse else ARRANGEMENTS[n % 3]
     pool = pool_of(KINDS[kind], layout, page, 8, table if hybrid else None, arrangement=arrangement)
     request = Req("r", "", list(range(tokens + 1)), SamplingParams())  # the last token has no row yet
     allocator = allocator_of(pool)
