@@ -130,14 +130,12 @@ class LocalServer:
         return self
 
     def _launch(self) -> None:
-        # Variables in the caller's environment for SGLang servers do not apply to this one.
-        inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
             # Start in a thread, because signal handlers raise in the main thread only: an exception between
             # fork and assignment would leave a running server that this object cannot stop.
             with ThreadPoolExecutor(1) as starter:
-                started = starter.submit(self._start, {**inherited, **self.environment})
+                started = starter.submit(self._start, {**env.of_children(), **self.environment})
         finally:
             if started is not None and started.exception() is None:
                 self.process = started.result()
