@@ -138,9 +138,7 @@ class LocalServer:
         return self
 
     def _launch(self) -> None:
-        # Variables in the caller's environment for SGLang servers do not apply to this one.
-        inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
-        self._starter.submit(self._start, {**inherited, **self.environment}).result()
+        self._starter.submit(self._start, {**env.of_children(), **self.environment}).result()
 
     def _start(self, environment: Mapping[str, str]) -> None:
         with self.log.open("wb") as output:

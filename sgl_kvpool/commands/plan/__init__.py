@@ -157,7 +157,6 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     refusal named and with which the server was sized. OSError if SGLang cannot read the
     model or another file of the arguments, or config.json lacks a size.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # The process must see no GPU; and it must have a single thread, because it forks.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as given:
@@ -169,7 +168,7 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**inherited, **alone},
+            env={**env.of_children(), **alone},
             start_new_session=True,  # a process group, so that its forks are ended with it
         )
         assert process.stdout is not None
