@@ -19,6 +19,9 @@ too_old() {
     case $1 in 3.[0-9] | 3.10 | [12].*) ;; *) false ;; esac
 }
 
+case $PWD in
+*' '*) echo "make: $PWD contains a space: tvm-ffi compiles no C++ there, torch is used, and tests fail" >&2 ;;
+esac
 anew="\`make clean\` removes it, then \`make venv PYTHON=...\` makes it anew"
 wanted=$(version $python)
 if [ -z "$wanted" ] && { [ "$origin" != file ] || [ ! -e "$venv" ]; }; then

@@ -9,10 +9,9 @@
 
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
 nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
-or if nothing could be compared, 128 plus the signal's number after an interruption. The same command with the
-same --out continues a run. Without a GPU a reduced form runs on the CPU. docs/benchmarks.md has details.
-
-This program has never been run on a GPU.
+or if nothing could be compared, 3 if steps timed out and nothing was wrong, 128 plus the signal's number
+after an interruption. The same command with the same --out continues a run. Without a GPU a reduced form runs
+on the CPU: docs/benchmarks.md. This program has never been run on a GPU.
 """
 
 import argparse
@@ -34,9 +33,8 @@ from scripts.servers.request import Options
 from scripts.servers.results import Results
 from scripts.servers.shapes import LAYOUTS
 from scripts.servers.steps import FIRST_LIGHT_MINUTES, all_steps, choose, first_light_steps
+from sgl_kvpool.attention.decode_config import HOPPER
 from sgl_kvpool.commands.arguments import add_layouts, naming
-
-HOPPER = [9, 0]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,7 +164,7 @@ def execute(
     say(f"{where}; results: {results.out}\n{in_all(left, machine)}\n")
     if not options.on_gpu:
         say("no GPU: the reduced form; its times say nothing about a GPU\n")
-    elif facts["capability"] != HOPPER:
+    elif tuple(facts["capability"]) != HOPPER:
         say(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}\n")
     status = results.run(left, machine, time_limit_scale=scale, minutes=minutes, say=say)
     say(f"\n{results.text()}\nresults: {results.journal}\nexit status {status}\n")

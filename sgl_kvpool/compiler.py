@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool import folders
 from sgl_kvpool.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -29,11 +31,18 @@ logger = logging.getLogger(__name__)
 #: Variable with tvm-ffi's cache folder, in which `folder()` is.
 VARIABLE = "TVM_FFI_CACHE_DIR"
 _PACKAGE = Path(__file__).resolve().parent
+#: Errors of builds by the library's name: a process does not repeat a build that has failed.
+_FAILURES: dict[str, str] = {}
+#: Files of a CUDA toolkit, each with its places in NVIDIA's, pip's, Debian's and conda's folders.
+_TOOLKIT = (
+    ("bin/nvcc",), ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h"),
+    ("lib64/libcudart.so*", "lib/libcudart.so*", "lib/*/libcudart.so*", "targets/*/lib/libcudart.so*"),
+)  # fmt: skip
 
 
 def folder() -> Path:
     """Folder of the libraries. It may be removed at any time, also while servers run."""
-    return Path(os.environ.get(VARIABLE) or "~/.cache/tvm-ffi").expanduser() / "sgl_kvpool"
+    return folders.named(VARIABLE, "~/.cache/tvm-ffi") / "sgl_kvpool"
 
 
 def libraries() -> list[Path]:
@@ -50,6 +59,14 @@ def damaged(library: Path) -> bool:
         return True
 
 
+def unusable(library: Path) -> str | None:
+    """Why a library is not loaded, as a clause with its path; None if it is."""
+    if damaged(library):
+        return f"{library} is damaged"
+    facts = folders.exposure(library, reading=False)
+    return None if facts is None else f"{library} can be changed by other accounts ({facts})"
+
+
 @dataclass(frozen=True)
 class Module:
     """A module of C++ or CUDA code.
@@ -61,56 +78,69 @@ class Module:
     name: str
     source: Path
     flags: tuple[str, ...]
-    includes: tuple[Path, ...] = ()
     cuda_arch: str | None = None
 
     def load(self) -> Any:
         """The loaded module; without an intact library, one of the processes that start at once compiles it.
 
-        RuntimeError if it cannot be compiled or its folder cannot be written; errors of tvm-ffi.
+        RuntimeError if it cannot be compiled or its folder cannot be written; Refusal if the folder cannot be
+        made, or other accounts can change it; errors of tvm-ffi.
         """
         from tvm_ffi import load_module
 
+        folders.own(folder(), VARIABLE)
         name = f"{self.name}-{self._inputs()}"
         compilers = self._compilers()
         logger.info("sgl-kvpool: loading %s, compiled at first use and kept in %s", name, folder())
-        # Without a compiler, as in an image that was warmed up elsewhere, any compiler's library will do.
+        # Where nothing compiles, as in an image that was warmed up elsewhere, any compiler's library will do.
         pattern = f"{name}-{compilers or '*'}-*.so"
-        found = next((path for path in folder().glob(pattern) if not damaged(path)), None)
+        found = _usable(pattern)
         if found is not None:
             try:
                 return load_module(str(found))
             except Exception as error:  # linked with another C library, for example
                 logger.warning("sgl-kvpool: %s cannot be loaded and is compiled again: %s", found, error)
         try:
-            library = self._made(f"{name}-{compilers}", pattern, found)
+            if (key := f"{name}-{compilers}") in _FAILURES:
+                raise RuntimeError(_FAILURES[key])
+            library: Path | None = self._made(key, pattern, found)
         except Exception as error:  # of a compiler, tvm-ffi or the disk: raised again, with the folder
-            where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
-            raise RuntimeError(f"{error}\n{where}") from error
+            _FAILURES[key] = str(error)
+            library = _usable(f"{name}-*.so", other_than=found)
+            if library is None:
+                where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
+                raise RuntimeError(f"{error}\n{where}") from error
+            reason = str(error).partition("\n")[0]
+            logger.warning(
+                "sgl-kvpool: %s, of another compiler, is loaded, since compiling fails: %s", library, reason
+            )
         return load_module(str(library))
 
-    def _made(self, name: str, pattern: str, unusable: Path | None) -> Path:
+    def _made(self, name: str, pattern: str, failed: Path | None) -> Path:
         """A library that another process has just made, or a new one; removes those that cannot be used."""
         from filelock import FileLock  # installed with torch
         from tvm_ffi import cpp
 
-        folder().mkdir(parents=True, exist_ok=True)
         with FileLock(folder() / f".{name}.lock"):
             for path in folder().glob(pattern):
-                if damaged(path):
-                    logger.warning("sgl-kvpool: %s is damaged and is compiled again", path)
-                elif path != unusable:
+                if (reason := unusable(path)) is not None:
+                    logger.warning("sgl-kvpool: %s and is compiled again", reason)
+                elif path != failed:
                     return path
                 path.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(prefix=".build-", dir=folder()) as scratch, self._tools():
+                if self.cuda_arch:  # tvm-ffi links with lib64/libcudart.so, which not every toolkit has
+                    (Path(scratch) / "libcudart.so").symlink_to(cuda_toolkit()[1].resolve())
                 made = cpp.build(
                     self.name,
                     sources=[str(self.source)],
                     extra_cflags=[] if self.cuda_arch else self.flags,
                     extra_cuda_cflags=self.flags if self.cuda_arch else [],
-                    extra_include_paths=[str(path) for path in self.includes],
+                    extra_ldflags=[f"-L{scratch}"],
                     build_directory=scratch,
                 )
+                # With a umask of 0 the linker lets anybody write it.
+                os.chmod(made, os.stat(made).st_mode & ~0o022)
                 # Renamed when it is complete, so that no process sees a part of it.
                 return Path(made).rename(folder() / f"{name}-{_file_digest(made)}.so")
 
@@ -127,9 +157,9 @@ class Module:
     def _compilers(self) -> str | None:
         """Digest of the compilers' versions; None if one is missing."""
         commands = [shlex.split(os.environ.get("CXX") or "c++")]
-        if self.cuda_arch:
-            commands.append([str(_cuda_home() / "bin" / "nvcc")])
         try:
+            if self.cuda_arch:
+                commands.append([str(cuda_toolkit()[0] / "bin" / "nvcc")])
             return _digest(*(_version(*command) for command in commands))
         except (OSError, subprocess.CalledProcessError):
             return None
@@ -142,7 +172,7 @@ class Module:
             path = os.environ.get("PATH", os.defpath)
             changed["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
         if self.cuda_arch:
-            changed |= {"CUDA_HOME": str(_cuda_home()), "TVM_FFI_CUDA_ARCH_LIST": self.cuda_arch}
+            changed |= {"CUDA_HOME": str(cuda_toolkit()[0]), "TVM_FFI_CUDA_ARCH_LIST": self.cuda_arch}
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:
@@ -155,17 +185,33 @@ class Module:
                     os.environ[name] = value
 
 
-def _cuda_home() -> Path:
-    """Folder of the CUDA toolkit, where tvm-ffi and SGLang look for it."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is None and (nvcc := shutil.which("nvcc")) is not None:
-        return Path(nvcc).parent.parent
-    return Path(home or "/usr/local/cuda")
+def _usable(pattern: str, other_than: Path | None = None) -> Path | None:
+    """A library in `folder()` that can be loaded."""
+    paths = (path for path in folder().glob(pattern) if path != other_than and unusable(path) is None)
+    return next(paths, None)
+
+
+def cuda_toolkit() -> tuple[Path, Path]:
+    """Folder of the CUDA toolkit, and its libcudart; FileNotFoundError if no folder has all of `_TOOLKIT`."""
+    named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    # nvcc looks for its files beside itself, not beside a link to it; a wrapper script may be anywhere.
+    above = [Path(nvcc).resolve().parents[1], Path(nvcc).absolute().parents[1]] if nvcc else []
+    packages = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[1-9]*"))
+    homes = [Path(named)] if named else [*above, Path("/usr/local/cuda"), *packages]
+    for home in homes:
+        files = [[path for one in places for path in sorted(home.glob(one))] for places in _TOOLKIT]
+        if all(files):
+            return home, files[-1][0]
+    tried = ", ".join(map(str, dict.fromkeys(homes)))
+    raise FileNotFoundError(f"{tried}: no bin/nvcc, cuda_runtime.h and libcudart; set CUDA_HOME to a toolkit")
 
 
 @functools.cache
 def _version(*command: str) -> str:
-    return subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
+    """What a compiler says of its version; the same under any name, from any folder, and in any locale."""
+    in_english = {**os.environ, "LC_ALL": "C"}
+    text = subprocess.check_output([*command, "--version"], text=True, env=in_english, stderr=subprocess.PIPE)
+    return re.sub(r"\A(?!.* version )[^(\n]*(?=\()|^InstalledDir:.*$", "", text, flags=re.MULTILINE)
 
 
 def _digest(*parts: object) -> str:

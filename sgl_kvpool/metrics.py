@@ -7,8 +7,13 @@ prints the tables: failures that a server survives, and reasons for uncached pag
 """
 
 import logging
+import os
+import threading
+import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.version import VERSION
@@ -47,7 +52,7 @@ METRICS = {
         "sgl_kvpool_info",
         "Always 1; labels name what the KV cache stores; host_layout is 'none' without a host tier",
         ("layout", "host_layout", "arrangement", "backend", "dcp_size", "version"),
-        gauge_mode="max",
+        gauge_mode="livemax",
     ),
     "bytes": Metric(
         "sgl_kvpool_transfer_bytes",
@@ -63,7 +68,7 @@ METRICS = {
         "sgl_kvpool_transfer_gigabytes_per_second",
         "Rate of the latest transfer, 1e9 bytes per second; on a CPU a load is one transfer per layer",
         _TRANSFER,
-        gauge_mode="mostrecent",
+        gauge_mode="livemostrecent",
     ),
     "failures": Metric("sgl_kvpool_failures", "Failures that the server survived, by kind", ("kind",)),
     "uncached": Metric(
@@ -85,8 +90,7 @@ FAILURES = {
     ),
     "engine_build": Event(
         "an engine could not be built; the torch engine is used",
-        "look at the reason. `cannot find -lcudart` means that `nvcc` on the PATH is a wrapper outside its "
-        "toolkit: set `CUDA_HOME`. With an explicit `--kv-host-engine` the server ends instead",
+        "look at the reason. With an explicit `--kv-host-engine` the server ends instead",
     ),
     "registration": Event(
         "host memory could not be pinned; transfers use pageable memory",
@@ -168,6 +172,11 @@ _metrics: dict[str, Any] = {}
 _before_publish: Counter[str] = Counter()
 #: Reasons that this process has logged.
 _logged: set[str] = set()
+#: Kind of failure -> when its next line may be logged (monotonic), and failures since its latest line.
+_quiet: dict[str, tuple[float, int]] = {}
+_LINE_SECONDS = 60.0
+#: Guards all of these: engines and stores have threads of their own.
+_lock = threading.Lock()
 
 
 def publish(**labels: str | int) -> None:
@@ -178,17 +187,31 @@ def publish(**labels: str | int) -> None:
     # Imported late: it reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers.
     import prometheus_client
 
-    if not _metrics:
-        for key, one in METRICS.items():
-            _metrics[key] = (
-                prometheus_client.Gauge(one.name, one.help, one.labels, multiprocess_mode=one.gauge_mode)
-                if one.gauge_mode
-                else prometheus_client.Counter(one.name, one.help, one.labels)
-            )
-        for key, values in (("failures", FAILURES), ("uncached", UNCACHED)):
-            for value in values:
-                _metrics[key].labels(value).inc(_before_publish.pop(value, 0))
+    with _lock:
+        if not _metrics:
+            _remove_gauges_of_ended_processes()
+            for key, one in METRICS.items():
+                _metrics[key] = (
+                    prometheus_client.Gauge(one.name, one.help, one.labels, multiprocess_mode=one.gauge_mode)
+                    if one.gauge_mode
+                    else prometheus_client.Counter(one.name, one.help, one.labels)
+                )
+            for key, values in (("failures", FAILURES), ("uncached", UNCACHED)):
+                for value in values:
+                    _metrics[key].labels(value).inc(_before_publish.pop(value, 0))
     _metrics["info"].labels(**labels, version=VERSION).set(1)
+
+
+def _remove_gauges_of_ended_processes() -> None:
+    """Remove what servers before left in the user's PROMETHEUS_MULTIPROC_DIR, also by a PID in use again."""
+    import psutil
+
+    folder = Path(os.environ.get("PROMETHEUS_MULTIPROC_DIR", os.devnull))
+    began = {each.pid: each.info["create_time"] for each in psutil.process_iter(["create_time"])}
+    for file in [file for one in METRICS.values() for file in folder.glob(f"gauge_{one.gauge_mode}_*.db")]:
+        with suppress(FileNotFoundError):  # another rank has removed it
+            if file.stat().st_mtime < began.get(int(file.stem.rpartition("_")[2]), time.time()):
+                file.unlink()
 
 
 def transferred(direction: str, engine: str, size_bytes: int, seconds: float) -> None:
@@ -202,17 +225,22 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
-    """Log and count a failure that the server survives, by its `kind` in `FAILURES`.
+    """Count a failure that the server survives, by its `kind` in `FAILURES`; log one of a kind a minute.
 
     `what` names the object and the operation that failed, for the log, and `error` is the cause.
     """
-    message = FAILURES[kind].message
-    reason = "" if error is None else f": {type(error).__name__}: {error}"
-    logger.warning("sgl-kvpool: %s (%s)%s", message, what, reason)
-    if _metrics:
-        _metrics["failures"].labels(kind=kind).inc()
-    else:
-        _before_publish[kind] += 1
+    now = time.monotonic()
+    with _lock:
+        if _metrics:
+            _metrics["failures"].labels(kind=kind).inc()
+        else:
+            _before_publish[kind] += 1
+        until, left_out = _quiet.get(kind, (0.0, 0))
+        _quiet[kind] = (until, left_out + 1) if now < until else (now + _LINE_SECONDS, 0)
+    if now >= until:
+        reason = "" if error is None else f": {type(error).__name__}: {error}"
+        more = f"; {left_out} more since the line before" if left_out else ""
+        logger.warning("sgl-kvpool: %s (%s)%s%s", FAILURES[kind].message, what, reason, more)
 
 
 def uncached(reason: str, pages: int, what: str) -> None:
@@ -221,11 +249,13 @@ def uncached(reason: str, pages: int, what: str) -> None:
     `what` names the object and the numbers of this event, for the log.
     """
     event = UNCACHED[reason]
-    if reason not in _logged:
+    with _lock:
+        is_first = reason not in _logged
         _logged.add(reason)
+        if _metrics:
+            _metrics["uncached"].labels(reason=reason).inc(pages)
+        else:
+            _before_publish[reason] += pages
+    if is_first:
         text = "sgl-kvpool: %s (%s); %s. sgl_kvpool_uncached_pages_total{reason=%r} counts on"
         logger.warning(text, event.message, what, event.remedy.replace("`", ""), reason)
-    if _metrics:
-        _metrics["uncached"].labels(reason=reason).inc(pages)
-    else:
-        _before_publish[reason] += pages

@@ -13,8 +13,8 @@ class Refusal(ValueError):
 
 
 def line(text: object) -> str:
-    """The text as one line, for stderr."""
-    return "sgl-kvpool: " + " ".join(str(text).split())
+    """The text as one line, for stderr; names of files in it need not be UTF-8."""
+    return "sgl-kvpool: " + " ".join(str(text).encode(errors="backslashreplace").decode().split())
 
 
 def shown(value: object) -> str:

@@ -10,6 +10,11 @@ from sgl_kvpool.demo import forks
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def without_folders(text: str) -> str:
+    """Output without the folders of checkout and environment, which may have any name."""
+    return text.replace(sys.prefix, "").replace(str(ROOT), "")
+
+
 class Forks(forks.Forks):
     """`run` is `python -c` with the imports done; the first call waits for them.
 

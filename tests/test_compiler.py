@@ -15,6 +15,7 @@ import pytest
 
 from sgl_kvpool import compiler
 from sgl_kvpool.compiler import Module
+from sgl_kvpool.refusal import Refusal
 
 PACKAGE = Path(compiler.__file__).parent
 #: A function without arguments; tvm-ffi's C header alone compiles in a fraction of a second.
@@ -207,6 +208,43 @@ def test_no_compiler(small, monkeypatch):
     assert small.load().value() == 1
 
 
+def test_a_compiler_that_cannot_build(small, monkeypatch, tmp_path, caplog):
+    """As g++ without its headers: the library of another compiler is used, but none of other sources."""
+    small.load()
+    (library,) = compiler.libraries()
+    cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && echo "g++ (GCC) 99" && exit; exit 1')
+    monkeypatch.setenv("CXX", cxx)
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    (said,) = warnings(caplog)
+    assert said.startswith(
+        f"sgl-kvpool: {library}, of another compiler, is loaded, since compiling fails: ninja "
+    )
+    small.source.with_name("value.h").write_text("#define VALUE 2\n")
+    with pytest.raises(RuntimeError, match="ninja exited with status 1"):
+        small.load()
+
+
+def test_one_compiler_under_many_names_and_in_any_language(small, monkeypatch, tmp_path):
+    (tmp_path / "my c++").symlink_to(shutil.which("c++"))
+    in_german = script(tmp_path / "cxx", '[ "$LC_ALL" = C ] || echo "Keine Garantie"; exec c++ "$@"')
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    digests = set()
+    for name in ("c++", "g++", shutil.which("g++"), f"'{tmp_path}/my c++'", in_german):
+        monkeypatch.setenv("CXX", name)
+        digests.add(small._compilers())
+    assert len(digests) == 1
+    # Clang's version stands before the bracket, and below it a folder.
+    for version, folder in ((18, "a"), (18, "b"), (19, "a")):
+        compiler._version.cache_clear()
+        script(
+            tmp_path / "cxx",
+            f"printf 'Ubuntu clang version {version}.1 (1ubuntu1)\nInstalledDir: /{folder}\n'",
+        )
+        digests.add(small._compilers())
+    assert len(digests) == 3
+
+
 def without_rights(module, code):
     """Output of Python code with `module`, as a user who may not write."""
     program = (
@@ -231,6 +269,11 @@ def public(monkeypatch):
 
 def test_a_folder_that_cannot_be_written(public):
     small, cache = sources(public / "here"), public / "cache" / "sgl_kvpool"
+    done = without_rights(small, "module.load()")
+    assert (
+        f"Refusal: the folder {cache} cannot be made (Permission denied); set TVM_FFI_CACHE_DIR to a "
+        in done.stderr
+    )
     cache.mkdir(parents=True)
     cache.chmod(0o555)
     done = without_rights(small, "module.load()")
@@ -263,12 +306,134 @@ def test_the_compiler_reads_no_source_that_is_not_in_the_name(source, monkeypatc
     assert own <= {path.resolve() for path in hashed}
 
 
+@pytest.mark.parametrize(
+    ("place", "mode"), [("cache", 0o777), ("cache/sgl_kvpool", 0o777), ("cache/sgl_kvpool", 0o1777)]
+)
+def test_a_folder_that_other_accounts_can_write(place, mode, small, cache, tmp_path):
+    """Whoever can write it can make a library under any name, as all that a name is made from is public."""
+    small.load()
+    exposed = tmp_path / place
+    exposed.chmod(mode)
+    what = "write into" if exposed == cache else "replace what is in"
+    for module in (small, sources(tmp_path / "other", 2)):  # nothing is loaded, and nothing compiled into it
+        with pytest.raises(Refusal) as raised:
+            module.load()
+        assert str(raised.value) == (
+            f"other accounts can change what is loaded from {cache}: any account may {what} {exposed} (mode "
+            f"{mode:04o}); use a folder that only this account can write (chmod 700), or set "
+            "TVM_FFI_CACHE_DIR to one"
+        )
+    assert len(compiler.libraries()) == 1
+    exposed.chmod(0o755)  # to be read is no harm: one account compiles for others
+    assert small.load().value() == 1
+
+
+@pytest.mark.parametrize("whose", ["everybody's", "another account's"])
+def test_a_library_that_another_account_has_planted(whose, small, cache, tmp_path, caplog):
+    """It was planted before the folder's mode was corrected."""
+    if whose != "everybody's" and os.geteuid() != 0:
+        pytest.skip("needs root, to give a file away")
+    small.load()
+    (library,) = compiler.libraries()
+    stem = library.name.rpartition("-")[0]
+    library.unlink()
+    sources(tmp_path / "there", 2).load()
+    (planted,) = compiler.libraries()
+    planted = planted.rename(planted.with_name(f"{stem}-{compiler._file_digest(planted)}.so"))
+    planted.chmod(0o666) if whose == "everybody's" else os.chown(planted, 54321, -1)
+    fact = f"any account may write into {planted} (mode 0666)"
+    fact = fact if whose == "everybody's" else f"{planted} belongs to account 54321"
+    with caplog.at_level(logging.WARNING):
+        assert small.load().value() == 1
+    assert warnings(caplog) == [
+        f"sgl-kvpool: {planted} can be changed by other accounts ({fact}) and is compiled again"
+    ]
+    assert compiler.libraries() == [library]
+
+
+def test_what_is_made_is_this_accounts_alone(small, cache, caplog):
+    before = os.umask(0)
+    try:
+        small.load()
+    finally:
+        os.umask(before)
+    (library,) = compiler.libraries()
+    assert {path.stat().st_mode & 0o777 for path in (cache, cache.parent)} == {0o700}
+    assert library.stat().st_mode & 0o022 == 0
+    made = library.stat().st_ino
+    small.load()
+    assert compiler.libraries()[0].stat().st_ino == made
+
+
+def toolkit(home, *files):
+    """A folder with the files of a CUDA toolkit."""
+    for name in files:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        script(home / name, "exit 0")
+    return home
+
+
+#: Files of toolkits as NVIDIA's installer, pip, Debian and conda lay them out, libcudart last.
+TOOLKITS = [
+    ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so"),
+    ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"),
+    ("bin/nvcc", "include/cuda_runtime.h", "lib/x86_64-linux-gnu/libcudart.so"),
+    ("bin/nvcc", "targets/sbsa-linux/include/cuda_runtime.h", "targets/sbsa-linux/lib/libcudart.so"),
+]
+
+
+@pytest.mark.parametrize("files", TOOLKITS, ids=lambda files: files[-1])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_toolkits(files, is_link, tmp_path, monkeypatch):
+    """nvcc on the PATH is in the toolkit, or a link into it."""
+    home = toolkit(tmp_path / "cuda", *files)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").symlink_to(home / "bin" / "nvcc")
+    monkeypatch.setenv("PATH", str((tmp_path if is_link else home) / "bin"))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert compiler.cuda_toolkit() == (home, home / files[-1])
+
+
+def test_folders_that_are_no_toolkit(small, tmp_path, monkeypatch):
+    """A wrapper script on the PATH, in a folder without headers; a CUDA_HOME that lacks one file."""
+    toolkit(tmp_path, "bin/nvcc")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    home = toolkit(tmp_path / "nvidia" / "cu99", *TOOLKITS[1])
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert compiler.cuda_toolkit()[0] in (home, Path("/usr/local/cuda"))
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    for name in TOOLKITS[1]:
+        (home / name).rename(tmp_path / "kept")
+        with pytest.raises(RuntimeError, match=f"^{home}: no bin/nvcc, cuda_runtime.h and .*; set CUDA_HOME"):
+            replace(small, cuda_arch="9.0a").load()
+        (tmp_path / "kept").rename(home / name)
+    assert compiler.cuda_toolkit()[0] == home
+
+
+def test_a_build_that_fails_is_not_repeated(small, tmp_path, monkeypatch):
+    """By the same process; the build of other sources is tried."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("CXX", slow_compiler(tmp_path, f"echo >> {log}; exit 1"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="small is kept in"):
+            small.load()
+    assert len(log.read_text()) == 1
+    small.source.with_name("value.h").write_text("#define VALUE 2\n")
+    with pytest.raises(RuntimeError, match="small is kept in"):
+        small.load()
+    assert len(log.read_text()) == 2
+
+
 def test_the_environment_is_as_before(small, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # no ninja, no nvcc
+    monkeypatch.setenv("CUDA_PATH", str(toolkit(tmp_path / "cuda", *TOOLKITS[0])))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     before = dict(os.environ)
     with replace(small, cuda_arch="9.0a")._tools():
         assert shutil.which("ninja")
         assert os.environ["TVM_FFI_CUDA_ARCH_LIST"] == "9.0a"
-        assert os.environ["CUDA_HOME"] == "/usr/local/cuda"
+        assert os.environ["CUDA_HOME"] == str(tmp_path / "cuda")
     assert dict(os.environ) == before

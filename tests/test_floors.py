@@ -1,10 +1,12 @@
 """Imports between the package's floors, beyond what import-linter's contracts in pyproject.toml say."""
 
+import graphlib
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,3 +47,10 @@ def test_a_lower_floor_without_sglang(floor):
         [sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_no_two_modules_import_each_other():
+    """Inside functions too, directly or through others."""
+    graph = grimp.build_graph("sgl_kvpool")
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError

@@ -75,7 +75,9 @@ def run(fresh, project):
 
     def run(*tests):
         arguments = ["-q", "-p", "no:cacheprovider", "--tb=line", *tests]
-        done = fresh.run(f"import pytest, sys; sys.exit(pytest.main({arguments!r}))", project)
+        done = fresh.run(
+            f"import pytest, sys; sys.exit(pytest.main({arguments!r}))", project, PYTHONPATH=str(project)
+        )
         return done.returncode, done.stdout + done.stderr
 
     return run

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def packed(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     done = subprocess.run(
-        ["make", "wheel", f"PYTHON={sys.executable}"],
+        ["make", "wheel", f"PYTHON={shlex.quote(sys.executable)}"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -47,6 +48,14 @@ def packed(tmp_path_factory):
     assert left == f"{MODEL}\n", "`make wheel` leaves its build folders in the package"
     wheels = {path.name.partition("-")[0]: path for path in (folder / "dist").iterdir()}
     return wheels, tracked
+
+
+@pytest.mark.parametrize("name", ["sgl-kvpool", "with space"])
+def test_make_says_what_does_not_work_in_a_path_with_a_space(tmp_path, name):
+    (tmp_path / name).mkdir()
+    command = ["sh", ROOT / "scripts" / "check_venv.sh", ".venv", shlex.quote(sys.executable), "file"]
+    done = subprocess.run(command, cwd=tmp_path / name, capture_output=True, text=True)
+    assert ("tvm-ffi compiles no C++ there" in done.stderr) == (" " in name)
 
 
 def files_of(wheel):

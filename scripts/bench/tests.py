@@ -1,6 +1,6 @@
 """Tests of pytest as cases: one that hangs, crashes, or breaks its CUDA context fails alone.
 
-    python -m scripts.bench tests [--first TEST] [--then FILE] FILES... --json results.json --continue
+    python -m scripts.bench tests FILES... --json results.json --continue
 
 The first case of every test function comes first, then the second of each, so that an interrupted run has
 tried every function. Each worker is a pytest process that has collected all tests and runs the tests it
@@ -30,10 +30,6 @@ class PytestCases(Benchmark):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("files", nargs="+", metavar="FILE")
-        parser.add_argument("--first", metavar="TEST", help="a test that compiles code for others")
-        parser.add_argument(
-            "--then", action="append", default=[], metavar="FILE", help="a file whose tests need this code"
-        )
         parser.add_argument("--together", action="store_true", help="in this process, in their order")
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -53,7 +49,7 @@ class PytestCases(Benchmark):
         self._body = body
         # The parent limits the time per test, because it can also end a CUDA call that hangs.
         words = ["-q", "--no-summary", "-p", "no:cacheprovider", *self._arguments.files]
-        status = pytest.main([*words, *self._arguments.then], plugins=[self])
+        status = pytest.main(words, plugins=[self])
         if not self._results:
             raise RuntimeError(f"pytest ended with status {int(status)} before its first test")
         return self._results[0]
@@ -63,7 +59,7 @@ class PytestCases(Benchmark):
 
     def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
         asked, names = self._arguments, machine["tests"]
-        order = names if asked.together else in_order(names, asked.first, asked.then)
+        order = names if asked.together else in_order(names)
         self._broken_files = machine["broken_files"]
         return [{"test": name} for name in (*self._broken_files, *order)]
 
@@ -115,16 +111,12 @@ def _shortened(reason: str) -> str:
     return " ".join(reason.removeprefix("Skipped: ").split())[:_LONGEST_REASON]
 
 
-def in_order(names: Sequence[str], first: str | None = None, then: Sequence[str] = ()) -> list[str]:
-    """The first case of each test function, then the second of each, and so on.
-
-    `first`, `then`: A test before all others, and files whose tests come last.
-    """
+def in_order(names: Sequence[str]) -> list[str]:
+    """The first case of each test function, then the second of each, and so on."""
     seen: dict[str, int] = defaultdict(int)
     places = []
     for name in names:
         function = name.partition("[")[0]
-        group = 0 if name == first else 2 if name.partition("::")[0] in then else 1
-        places.append((group, seen[function]))
+        places.append(seen[function])
         seen[function] += 1
     return [name for _, name in sorted(zip(places, names, strict=True), key=lambda pair: pair[0])]

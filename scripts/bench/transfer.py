@@ -99,7 +99,7 @@ def conversions() -> list[dict[str, Any]]:
 class Transfers(Benchmark):
     """Every layout and arrangement, on a GPU also every pair of layouts."""
 
-    schema = 6
+    schema = 7
     #: The first transfer, and SGLang's, compile.
     case_limit_s = 240.0
 

@@ -8,13 +8,17 @@ many bytes as cross the link.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from scripts.bench.attention.cases import Workload
+from scripts.bench.attention.inputs import make_problem
+from scripts.bench.attention.peers import Kvpool
+from scripts.bench.device import CudaDevice
 from scripts.bench.measurements import is_ours, what
 from scripts.bench.sweep import Skipped, verdict
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
@@ -118,6 +122,25 @@ class Gpu:
         """A load like a decode step's, bound by device memory: 61 reads of 64 MB."""
         weights = torch.zeros(32 << 20, dtype=torch.bfloat16, device=self.device)
         return lambda: [weights.sum() for _ in range(61)]
+
+    @cached_property
+    def decode_step(self) -> Callable[[], object]:
+        """The attention of a decode step, `fp4` rows, as a CUDA graph: its programs fill all SMs at once."""
+        device, runner = CudaDevice(), Kvpool()
+        runner.load(device)
+        fmt, work = MLAKVCacheLayout("fp4").row_format(512, 64), decode_workload(device.sm_count)
+        self._kept = prepared = runner.prepare(make_problem(work, fmt, device))  # memory of the graph
+        prepared.calls[0]()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LAYERS):
+                prepared.calls[0]()
+        return graph.replay
+
+
+def decode_workload(sm_count: int) -> Workload:
+    """Lists of 16 heads of which 4 splits each are two programs per SM."""
+    return Workload("dense", 16, sm_count // 2, 8192, 8192)
 
 
 def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
@@ -298,17 +321,19 @@ def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_byt
     peer_solo = median(gpu, peer).until_done
     in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)]).until_done
     peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)]).until_done
-    step = gpu.model_step()
-    (alone,) = median(gpu, step).own
-    # The step is submitted behind the transfers, which last longer (except for the fewest pages), so it runs
-    # beside them. Only the step's own time counts; the end of the transfers says nothing about it.
-    _, beside = median(gpu, lambda: [call() for _ in range(IN_A_ROW)], step).own
+    ratios = {}
+    for name, step in (("model", gpu.model_step()), ("decode", gpu.decode_step)):
+        (alone,) = median(gpu, step).own
+        # The step is submitted behind the transfers, which last longer (except for the fewest pages), so it
+        # runs beside them. Only the step's own time counts; the end of the transfers says nothing about it.
+        _, beside = median(gpu, lambda: [call() for _ in range(IN_A_ROW)], step).own
+        ratios[f"{direction}_{name}_step_ratio"] = round(beside / alone, 3)
     return {
+        **ratios,
         f"{direction}_submit_us": round(submit * 1e6, 1),
         f"{direction}_solo_of_pinned_copy": round(peer_solo / solo, 3),
         f"{direction}_of_pinned_copy": round(peer_in_a_row / in_a_row, 3),
         f"link_{direction}_gb_per_s": round(moved_bytes * IN_A_ROW / peer_in_a_row / 1e9, 2),
-        f"{direction}_model_step_ratio": round(beside / alone, 3),
     }
 
 

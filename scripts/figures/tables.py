@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables of ``docs/accuracy.md`` and ``docs/benchmarks.md``.
+"""Tables of ``docs/accuracy.md``, ``docs/benchmarks.md`` and ``docs/transfer.md``.
 
     python -m scripts.figures.tables
 
@@ -18,6 +18,8 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 
 DOCS = ROOT / "docs"
+#: Layers of DeepSeek-V3, and bytes of an index key in SGLang: 128 e4m3 values and a float32 scale.
+LAYERS, INDEX_KEY_BYTES = 61, 128 + 4
 LAYOUTS = [layout.value for layout in MLAKVCacheLayout]
 #: Operations of `codec_cpu.json`, and what the page calls them.
 CODEC = {
@@ -114,11 +116,29 @@ def cpu_table() -> str:
     return markdown(["", *(f"`{layout}`" for layout in LAYOUTS)], lines)
 
 
+def token_table() -> str:
+    """Bytes of a token per layout, of models with DeepSeek-V3's rows."""
+    lines = []
+    for layout in MLAKVCacheLayout:
+        row, sparse = (layout.pool_row_format(512, 64, is_dsa=is_dsa).row_bytes for is_dsa in (False, True))
+        token = LAYERS * row
+        sizes = [token, token + row, LAYERS * (sparse + INDEX_KEY_BYTES), 7 * row]
+        cells = [*map(str, sizes), f"{131072 * token / 1e9:.2f}", f"{1e6 / token:.1f}"]
+        lines.append([f"`{layout}`", *cells])
+    titles = (
+        f"bytes per token | DeepSeek-V3, R1, Kimi-K2: {LAYERS} layers | with an MTP layer | "
+        f"DeepSeek-V3.2: {LAYERS} layers and index keys | Kimi-Linear: 7 of 27 layers | "
+        f"{LAYERS} layers: prompt of 131072 tokens, GB | tokens in 1 TB, millions"
+    )
+    return markdown(titles.split(" | "), lines)
+
+
 _ACCURACY = {"llm": llm_table, "errors": errors_table, "bytes": bytes_table}
 #: Tables by page.
 PAGES = {
     DOCS / "accuracy.md": _ACCURACY,
     DOCS / "benchmarks.md": {"cpu": cpu_table},
+    DOCS / "transfer.md": {"bytes per token": token_table},
 }
 
 

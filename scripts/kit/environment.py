@@ -5,9 +5,11 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -16,8 +18,9 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.kit.outputs import commit
-from sgl_kvpool import __version__
+from sgl_kvpool import __version__, compiler
 from sgl_kvpool.commands.doctor.probes import processor
+from sgl_kvpool.env import SAFE_PATH
 
 _PACKAGES = (
     *("triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
@@ -45,7 +48,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
 #: Modules that steps may require or compare with.
 OPTIONAL_MODULES = (
     *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
-    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla"),
+    *("tilelang", "deep_gemm", "sgl_flash_mla", "flash_mla", "triton", "tvm_ffi"),
 )
 
 
@@ -55,6 +58,7 @@ class Machine:
 
     `gpus`: Names of the GPUs that torch sees.
     `modules`: Modules of `OPTIONAL_MODULES` that can be imported.
+    `lacks`: Reasons by need, of `_missing_compilers`.
     `has_plugin`: Whether SGLang would find this package through its entry point.
     `has_fa3`: Whether sgl_kernel has FlashAttention-3, which SGLang uses for BF16 rows of sparse attention.
     `facts`: Facts from torch, for the first line of results.
@@ -62,6 +66,7 @@ class Machine:
 
     gpus: tuple[str, ...] = ()
     modules: frozenset[str] = frozenset()
+    lacks: dict[str, str] = field(default_factory=dict)
     has_plugin: bool = False
     has_fa3: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +74,7 @@ class Machine:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Reason why a requirement of `needs` is not met; None if all are met.
 
-        Needs are "gpu", "gpus:N", "plugin" or the name of a module.
+        Needs are "gpu", "gpus:N", "plugin", "cc" (for Triton), "c++", "nvcc" or the name of a module.
         """
         return next(filter(None, map(self._missing, needs)), None)
 
@@ -82,13 +87,33 @@ class Machine:
         if need == "plugin":
             found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
             return None if self.has_plugin else found
-        return None if need in self.modules else f"{need} is not installed"
+        if need in ("cc", "c++", "nvcc"):
+            return self.lacks.get(need)
+        package = "apache-tvm-ffi" if need == "tvm_ffi" else need
+        return None if need in self.modules else f"{package} is not installed"
 
 
 def on_path() -> dict[str, str]:
-    """This process's environment, with the repository first on PYTHONPATH."""
+    """This process's environment, with the repository first on PYTHONPATH, and without the current folder."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **SAFE_PATH, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _missing_compilers() -> dict[str, str]:
+    """Which of "cc", "c++" and "nvcc" cannot work here, and why."""
+    found = {}
+    cc, cxx = (os.environ.get(variable) or name for variable, name in (("CC", "cc"), ("CXX", "c++")))
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    for need, command in (("cc", cc), ("c++", cxx), ("c++", "ninja")):
+        if shutil.which(shlex.split(command)[0], path=path) is None:
+            found[need] = f"{command} is not on the PATH"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        found["cc"] = "Triton compiles with Python.h, which is not installed"
+    try:
+        compiler.cuda_toolkit()
+    except FileNotFoundError as error:
+        found["nvcc"] = str(error)
+    return found
 
 
 def find_machine() -> Machine:
@@ -108,6 +133,7 @@ def find_machine() -> Machine:
     return Machine(
         gpus=tuple(facts["gpus"]),
         modules=frozenset(name for name in OPTIONAL_MODULES if importlib.util.find_spec(name) is not None),
+        lacks=_missing_compilers(),
         has_plugin="sgl_kvpool" in {one.name for one in metadata.entry_points(group="sglang.srt.plugins")},
         has_fa3=folder is not None and any(folder.glob("flash_ops*")),
         facts=facts,

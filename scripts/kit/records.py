@@ -138,6 +138,11 @@ class StepRecord:
     def is_bad(self) -> bool:
         return self.status not in ("ok", "skipped")
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it failed; a step that timed out is wrong only by what it had measured."""
+        return self.status == "failed" or any(one.passed is False for one in self.measurements)
+
     def as_line(self) -> dict[str, Any]:
         """Its line of results.jsonl."""
         return {"line": "step", "schema": SCHEMA, **asdict(self), "seconds": round(self.seconds, 1)}

@@ -77,7 +77,8 @@ class Results:
             status = 128 + caught.number
         if not status:
             bad = any(record.is_bad for record in records.values())
-            status = int(bad or not any(record.status == "ok" for record in records.values()))
+            wrong = any(record.is_wrong for record in records.values())
+            status = 1 if wrong else 3 if bad else int(all(one.status != "ok" for one in records.values()))
         end = {"status": status, "seconds": round(time.monotonic() - began, 1), "gpus": driver_facts()}
         write_lines(self.journal, [{"line": "end", "schema": SCHEMA, **end}])
         self.run_of.facts["gpus_at_end"], self.run_of.is_complete = end["gpus"], True
@@ -187,8 +188,8 @@ def _wrong(
         yield f"and {len(tests) - _MOST_TESTS} more tests"
     yield from (f"tile: {line}" for line in tiles)
     for record in records:
-        if record.status == "failed":
-            yield f"{record.name} failed: {record.reason}"
+        if record.is_wrong:
+            yield f"{record.name} {record.status}: {record.reason}"
 
 
 def _not_known(records: Sequence[StepRecord]) -> Iterator[str]:

@@ -13,19 +13,19 @@ from scripts.servers.shapes import LAYOUTS
 
 #: Time limit of first light in minutes; its steps' limits add up to less. A step that is ended then may take
 #: half a minute to stop.
-FIRST_LIGHT_MINUTES = 8.3
+FIRST_LIGHT_MINUTES = 8.5
 #: Prefix of the files of GPU tests.
 _TESTS = "tests/gpu/test_"
 #: Runs all tests in one process, which keeps the fixtures of a module.
 _TOGETHER = ("--together",)
-_SGLANG = ("gpu", "sglang", "ml_dtypes")
-#: Test that compiles the transfer engines, for half a minute or more, while other tests run. Below
-#: CUDA 12.8 it is skipped without compiling them.
-_COMPILES = f"{_TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
+_GPU = ("gpu", "ml_dtypes", "triton", "cc")
+_SGLANG = (*_GPU, "sglang")
+#: What compiles the transfer engines for a GPU.
+_ENGINES = ("tvm_ffi", "c++", "nvcc")
 
 
 def checks(
-    name: str, what: str, limit_s: float, *words: str, needs: Sequence[str] = ("gpu", "ml_dtypes"),
+    name: str, what: str, limit_s: float, *words: str, needs: Sequence[str] = _GPU,
     expected_s: float = 100,
 ) -> Step:  # fmt: skip
     """Step of tests; `words` are files and options. Each test fails alone, unless they run in one process."""
@@ -47,7 +47,9 @@ def checks(
 def bench(name: str, what: str, limit_s: float, expected_s: float, *words: str) -> Step:
     """Step of a benchmark; `words` are its name and options."""
     command = (sys.executable, "-m", "scripts.bench", *words, "--json", "{folder}/results.json")
-    needs = ("gpu", "numpy") if "cuda" in words else ("numpy",)
+    on_cpu = {"codec": (), "transfer": ("tvm_ffi", "c++")}.get(words[0], ("triton",))
+    on_gpu = ("gpu", "triton", "cc", *(_ENGINES if words[0] == "transfer" else ()))
+    needs = ("numpy", *(on_gpu if "cuda" in words else on_cpu))
     return Step(name, what, command, limit_s, measurements, needs=needs, expected_s=expected_s)
 
 
@@ -62,7 +64,7 @@ def _core(options: Options) -> list[Step]:
         found = [
             checks("codec", "rows against the reference, bit for bit", 900, _TESTS + "codec_gpu.py"),
             checks("mla_decode", "attention against float64", 900, _TESTS + "mla_decode_gpu.py"),
-            checks("transfer", "engines: bytes", 1800, _TESTS + "transfer_gpu.py"),
+            checks("transfer", "engines: bytes", 1800, _TESTS + "transfer_gpu.py", needs=(*_GPU, *_ENGINES)),
         ]
     else:
         expected = (15, 45, 100)
@@ -130,11 +132,16 @@ def first_light_steps(*, on_gpu: bool) -> list[Step]:
         return bench(f"{name}-quick", what, limit_s, expected_s, name, "--quick", *device, *words)
 
     core = checks(
-        "core", "every kernel against its reference", 135, f"{_TESTS}mla_decode_gpu.py",
-        f"{_TESTS}codec_gpu.py", "--first", _COMPILES, "--then", f"{_TESTS}transfer_gpu.py",
+        "core", "attention and codec against their references", 90, f"{_TESTS}mla_decode_gpu.py",
+        f"{_TESTS}codec_gpu.py", expected_s=70,
+    )  # fmt: skip
+    # Steps of their own, so that kernels are tested where the engines cannot be compiled.
+    transfer = checks(
+        "transfer", "transfer engines: bytes", 75, f"{_TESTS}transfer_gpu.py", needs=(*_GPU, *_ENGINES),
+        expected_s=50,
     )  # fmt: skip
     return [
-        *([core, tiles(16, 55, 75)] if on_gpu else [tiles(2, 60, 150)]),
+        *([core, tiles(16, 55, 75), transfer] if on_gpu else [tiles(2, 60, 150)]),
         quick("attention", "mla_decode beside FlashMLA, if it is installed", 65, 50, "--minutes", "0.8"),
         *([tiles(8, 35, 45), tiles(32, 35, 45), tiles(64, 18, 25)] if on_gpu else []),
         quick("codec", "speed of the codec", 28, 18),

@@ -29,7 +29,7 @@ from scripts.soak.in_server.breakages import BREAKAGES
 from scripts.soak.leg import soak
 from scripts.soak.servers import LEGS, of_model
 from sgl_kvpool import __version__
-from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.commands.arguments import naming, without_secrets
 from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.sglang_plugin.options import environment_problems
@@ -63,6 +63,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.server_args = shlex.split(options.server_args)
     except ValueError as error:
         parser.error(f"--server-args {options.server_args!r}: {error}")
+    if without_secrets(options.server_args) != options.server_args:
+        parser.error("--server-args has a secret, which report and logs would keep; leave it out")
     try:
         if options.out is not None:
             with naming("--out", options.out):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
+from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK, gpu_problem
 from sgl_kvpool.codec import checks
 from sgl_kvpool.codec.checks import dtype_names
 from sgl_kvpool.layout import RowFormat
@@ -19,7 +19,6 @@ _QUERY_DTYPES = {
 }
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _ROW_ALIGNMENT_BYTES = 16
-_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +143,9 @@ def scale(value: float) -> float:
 
 def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
     """Check the kernel's requirements on rows and device."""
-    capability = torch.cuda.get_device_capability(pool.device)
-    if capability < _CAPABILITY:
-        raise RuntimeError(
-            f"{pool.device} has compute capability {capability}, mla_decode needs {_CAPABILITY} (Hopper); "
-            "serve with a stock attention backend there"
-        )
+    problem = gpu_problem(torch.cuda.get_device_capability(pool.device))
+    if problem is not None:
+        raise RuntimeError(f"mla_decode {problem} ({pool.device}); serve with a stock attention backend")
     kernel_limits(pool, fmt)
 
 

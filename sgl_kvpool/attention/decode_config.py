@@ -129,8 +129,17 @@ MAX_PROGRAMS_PER_SM = max(
 )
 #: kv_lora_rank of the rows that Gluon's kernels are written for.
 _GLUON_RANK = 512
-#: Major compute capability whose instructions they use; LLVM ends a process that compiles for another.
-_GLUON_MAJOR = 9
+#: Compute capability of H100, H200 and H20, the least that `mla_decode` is written for. Gluon's kernels are
+#: for this major version alone: LLVM ends a process that compiles them for another.
+HOPPER = (9, 0)
+
+
+def gpu_problem(capability: tuple[int, int]) -> str | None:
+    """Why `mla_decode` does not run on GPUs of a compute capability, after its name; None if it does."""
+    if capability >= HOPPER:
+        return None
+    needed, found = (f"{major}.{minor}" for major, minor in (HOPPER, capability))
+    return f"needs a Hopper GPU (compute capability {needed}), and this one has {found}"
 
 
 def table(*kernels: str) -> list[tuple[MLAKVCacheLayout, TileConfig]]:
@@ -179,7 +188,7 @@ def _gluon_obstacle(fmt: RowFormat) -> str | None:
 
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        if capability[0] != _GLUON_MAJOR:
+        if capability[0] != HOPPER[0]:
             return f"compute capability {capability} has no wgmma, which the Gluon kernel is written with"
     try:
         from triton import knobs

@@ -163,7 +163,7 @@ def fake_quant(
     `k_scale`: The layer's k_scale in the server; ignored by layouts without `uses_k_scale`.
     Returns (Tensor [T, R], Tensor [T, P] or None): What the server reads back, bit for bit, in the dtype of
       `k_nope`: rounded to bfloat16, encoded, and decoded in float32. A value that the layout clamps has
-      gradient 1 too.
+      gradient 1 too. Transforms of `torch.func` work.
     TypeError, ValueError: as `encode_rows` and `MLAKVCacheLayout.row_format`, and if the dtypes differ.
     """
     for name, values in (("k_nope", k_nope), ("k_rope", k_rope)):
@@ -181,7 +181,7 @@ class _StraightThrough(torch.autograd.Function):
     """Encode and decode; the gradients of the results are those of the inputs."""
 
     @staticmethod
-    def forward(ctx, k_nope, k_rope, fmt: RowFormat, k_scale: float):
+    def forward(k_nope, k_rope, fmt: RowFormat, k_scale: float):
         rows = encode_rows(k_nope, k_rope, fmt, k_scale)
         nope = k_nope.new_empty(k_nope.shape)
         rope = None if k_rope is None else k_rope.new_empty(k_rope.shape)
@@ -190,8 +190,28 @@ class _StraightThrough(torch.autograd.Function):
         return nope, rope
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Without it torch.func refuses the function."""
+
+    @staticmethod
     def backward(ctx, nope_gradient, rope_gradient):
         return nope_gradient, rope_gradient, None, None
+
+    @staticmethod
+    def jvp(ctx, nope_tangent, rope_tangent, *_):
+        return nope_tangent, rope_tangent
+
+    @staticmethod
+    def vmap(info, in_dims, k_nope, k_rope, fmt: RowFormat, k_scale: float):
+        """The tokens of all examples in one call, since a row depends on its token alone."""
+        parts = [
+            x if x is None else x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
+            for x, dim in zip((k_nope, k_rope), in_dims, strict=False)
+        ]
+        flat = (x if x is None else x.flatten(0, 1) for x in parts)
+        results = zip(_StraightThrough.apply(*flat, fmt, k_scale), parts, strict=True)
+        found = tuple(x if part is None else x.view(part.shape) for x, part in results)
+        return found, tuple(None if x is None else 0 for x in found)
 
 
 def prepare(fmt: RowFormat, device: torch.device | str) -> None:

@@ -2,11 +2,18 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import shown
+
+#: SGLang's arguments whose values are secrets, and fields of inline JSON whose values are.
+SECRETS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--watermark-config")
+_FIELD = re.compile(r'("\w*(?:secret\w*|passw\w*|access_key|api_key|token)"\s*:\s*")(?:[^"\\]|\\.)*')
 
 
 def whole(text: str, most: int = (1 << 31) - 1) -> int:
@@ -48,3 +55,37 @@ def add_server_arguments(parser: argparse.ArgumentParser, more: str = "") -> Non
         metavar="-- ARGUMENT",
         help=f"after --: further arguments of sglang serve, for every layout{more}",
     )
+
+
+def given(words: Sequence[str], flags: Iterable[str]) -> str | None:
+    """The first name in server arguments, or a file after --config, that SGLang's parser takes for a flag."""
+    names = [word.partition("=")[0] for word in words]
+    for before, word in pairwise(words):
+        names += _names_in(Path(word)) if before == "--config" else []  # SGLang reads no other form
+    return next((x for x in names if len(x) > 2 and any(flag.startswith(x) for flag in flags)), None)
+
+
+def _names_in(file: Path) -> list[str]:
+    """Names of arguments that a server's YAML file sets; ValueError if the file has no arguments."""
+    import yaml  # installed with SGLang; without --config this process needs neither
+
+    try:
+        with naming("--config", file):
+            found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {file} is not YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {file} contains no arguments: it is a {type(found).__name__}")
+    return ["--" + str(name).replace("_", "-") for name, value in found.items() if value is not False]
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Server arguments with SECRET in place of secrets."""
+    hidden = []
+    for before, word in pairwise(["", *words]):
+        name, equals, _ = word.partition("=")
+        after, own = ("=" not in x and x != "--ssl-keyfile" and given([x], SECRETS) for x in (before, name))
+        if after or (own and equals):
+            word = "SECRET" if after else f"{name}=SECRET"
+        hidden.append(_FIELD.sub(r"\1SECRET", word))
+    return hidden

@@ -1,13 +1,14 @@
 """Models as users name them: a checkpoint's folder, a config.json, or a name on Hugging Face."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,10 @@ _FILE = re.compile(rb'"([^"/]+\.safetensors)"')
 _LFS_POINTER = re.compile(rb"version https://git-lfs.*^size (\d{1,18})$", re.DOTALL | re.MULTILINE)
 #: Time limit for fetching a configuration from Hugging Face, in seconds.
 FETCH_LIMIT_S = 20.0
-#: Files that SGLang reads before it loads weights: configurations, and the code that they name.
-_CONFIGURATION = ("*config.json", "*.py")
+#: Files that SGLang reads before it loads weights: configurations, and code that they name, if it is trusted.
+_CONFIGURATION, _CODE = "*config.json", "*.py"
+#: Files that decide what a server computes.
+_COMPUTING = (_CONFIGURATION, _CODE, "*.index.json", "*token*", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,12 @@ class NamedModel:
         return str(path.parent) if path.name == "config.json" else "MODEL"
 
     @contextlib.contextmanager
-    def sglang_path(self) -> Iterator[str]:
+    def sglang_path(self, trust_remote_code: bool = False) -> Iterator[str]:
         """Folder in which SGLang finds the configuration; with SGLANG_USE_MODELSCOPE the name on that hub.
 
         For a name on Hugging Face this is a folder of Hugging Face's cache, fetched now: without a network
         SGLang itself would retry for minutes, once per server. For a file with another name than config.json
-        a temporary folder is made.
+        a temporary folder is made. Code is fetched with `trust_remote_code` only.
 
         ValueError if Hugging Face does not send the configuration, and its cache does not have it.
         """
@@ -58,7 +61,7 @@ class NamedModel:
         if self.config is None:
             # SGLang can be configured to use another hub.
             elsewhere = os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
-            yield self.named if elsewhere else _fetched(self.named)
+            yield self.named if elsewhere else _fetched(self.named, trust_remote_code)
             return
         if path.name == "config.json":  # files that it names, such as code, lie beside it
             yield str(path.resolve().parent)
@@ -83,13 +86,21 @@ def weights_gib(folder: Path) -> float | None:
     return size_bytes / _GIB if size_bytes else None
 
 
+def fingerprint(words: Sequence[str]) -> str:
+    """Digest of the files and checkpoints among the words of a command, by size and time of change."""
+    parts = (part for word in words for part in (word, word.partition("=")[2]) if os.path.exists(part))
+    files = {x for part in parts for x in (Path(part), *(f for p in _COMPUTING for f in Path(part).glob(p)))}
+    found = [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in sorted(files) if x.is_file()]
+    return hashlib.sha256(repr(found).encode(errors="replace")).hexdigest()
+
+
 def _size_bytes(file: Path) -> int:
     size_bytes = file.stat().st_size
     pointer = size_bytes < 1024 and _LFS_POINTER.match(file.read_bytes())
     return int(pointer[1]) if pointer else size_bytes
 
 
-def _fetched(name: str) -> str:
+def _fetched(name: str, with_code: bool) -> str:
     """Folder with the configuration of a repository on Hugging Face; ValueError if it is not available."""
     print(
         f"fetching config.json of {name} from Hugging Face, {FETCH_LIMIT_S:g} s at most ...",
@@ -99,11 +110,12 @@ def _fetched(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     found: list[str] = []
+    wanted = [_CONFIGURATION, _CODE] if with_code else [_CONFIGURATION]
     reasons = [f"no answer in {FETCH_LIMIT_S:g} s"]
 
     def fetch(**options: bool) -> None:
         try:
-            found.append(snapshot_download(name, allow_patterns=list(_CONFIGURATION), **options))
+            found.append(snapshot_download(name, allow_patterns=wanted, **options))
         except Exception as error:  # of the library, the network or the disk: reported as the reason
             lines = [line for line in str(error).splitlines() if line.strip()]
             reasons.append(lines[0].removeprefix("Got: ") if lines else type(error).__name__)

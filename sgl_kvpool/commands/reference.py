@@ -59,7 +59,7 @@ def _metrics() -> _Rows:
 
 
 def _failures() -> _Rows:
-    """Failures: the server goes on; each has a log line and a count in `sgl_kvpool_failures_total`."""
+    """Failures: the server goes on; each has a count in `sgl_kvpool_failures_total`, some a log line."""
     return _events("kind", FAILURES)
 
 

@@ -15,12 +15,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import env
-from sgl_kvpool.commands.arguments import add_layouts, add_server_arguments, naming
-from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool import __version__, env
+from sgl_kvpool.commands import arguments as common
+from sgl_kvpool.commands.named_model import find_model, fingerprint
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.demo import report, smollm2
 from sgl_kvpool.demo.compare import info_of, measured_on, result_of, with_differences
@@ -31,19 +32,22 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import shown
 
 #: Server arguments that this command sets itself, or that its requests lack.
-_OURS = ("--model-path", "--model", "--port", "--kv-cache-layout", "--api-key")
+_OURS = (
+    *("--model-path", "--model", "--port", "--kv-cache-layout", "--nnodes", *common.SECRETS),
+    *("--ssl-certfile", "--ssl-keyfile", "--smg-grpc-mode", "--grpc-mode"),
+)
 #: Depths at which a number is hidden; the default length of the text is the longest that fits, up to a limit.
 _DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 _MOST_HIDDEN_TOKENS = 131072
-#: Tokens that a pool or a context has besides such a text: its frame, the answer, and a page.
-_BESIDES_TOKENS = 256
+#: Tokens of a request besides such a text: its frame and the answer.
+_BESIDES_TOKENS = 192
 #: Assumed for the estimate before the first server: reading weights, SGLang's start, prefill on CPU and GPU.
 _WEIGHTS_GIB_PER_S, _START_S, _CPU_TOKENS_PER_S, _GPU_TOKENS_PER_S = 1.0, 60.0, 250.0, 5000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of `sgl-kvpool evaluate`."""
-    add_layouts(parser, " (all); bf16 is the reference")
+    common.add_layouts(parser, " (all); bf16 is the reference")
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="a checkpoint's folder, or owner/name on Hugging Face"
     )
@@ -75,15 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for evaluate.json, evaluate.png and the servers' logs; the same command continues a run "
         "that was stopped (evaluate-results)",
     )
-    add_server_arguments(parser)
+    common.add_server_arguments(parser)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
     """What is served and asked, the same for every layout.
 
-    `prefix_tokens` of a window are a request of their own: sparse attention attends a prompt's first chunk as
-    computed, and stored rows only behind it.
+    `prefix_tokens` of a window, in whole pages, are a request of their own: sparse attention attends a
+    prompt's first chunk as computed, and stored rows only behind it. `checkpoint` identifies all files.
     """
 
     model: str
@@ -95,22 +99,28 @@ class _Subject:
     window_tokens: int
     hidden_tokens: int | None
     arguments: tuple[str, ...]
+    checkpoint: str = ""
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What a run must have in common with an earlier one whose results it takes over."""
-        fields = dataclasses.asdict(self)
         return {
-            **fields,
-            "arguments": list(self.arguments),
+            **dataclasses.asdict(self),
+            "versions": [__version__, metadata.version("sglang")],
+            "arguments": common.without_secrets(self.arguments),
             "text": hashlib.sha256(self.text.encode()).hexdigest(),
         }
 
+    def is_unchanged(self) -> bool:
+        return self.checkpoint.startswith(fingerprint((self.model, *self.arguments)))
+
     def server(self, layout: MLAKVCacheLayout, log: Path) -> Server:
         arguments = ["--model-path", self.model, "--port", str(free_port())]
-        arguments += ["--kv-cache-layout", layout.value, *self.arguments]
+        # The user's --host, such as a published command's, may be another machine's.
+        arguments += ["--kv-cache-layout", layout.value, *self.arguments, "--host", "127.0.0.1"]
         # The user's classes, if any, and not the demo's.
         environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", "")}
+        environment["SGLANG_RADIX_FORCE_MISS"] = "0"
         if not self.prefix_tokens:
             environment[env.PREFILL_READS_ROWS] = "1"
         return Server(arguments, log, environment, wait_seconds=3600)
@@ -132,10 +142,10 @@ class _Subject:
 
     def hidden_characters(self, server: Server, info: dict[str, Any]) -> int:
         """Characters of the texts in which numbers are hidden, by this tokenizer; 0 for none."""
-        tokens = self.hidden_tokens
-        fitting = min(server.context_tokens(), info["max_total_num_tokens"]) - _BESIDES_TOKENS
+        tokens, pages_tokens = self.hidden_tokens, 2 * info["page_size"]
+        fitting = min(server.context_tokens(), info["max_total_num_tokens"] - pages_tokens) - _BESIDES_TOKENS
         if tokens is None:
-            tokens = min(fitting, _MOST_HIDDEN_TOKENS)
+            tokens = max(0, min(fitting, _MOST_HIDDEN_TOKENS))
         elif tokens > fitting:
             raise ValueError(f"--hidden-tokens {tokens}: context and pool of this server allow {fitting}")
         lines = 100
@@ -149,7 +159,7 @@ class _Evaluation:
         self.subject, self.folder = subject, folder
         self.results: dict[str, report.Result] = {}
         self.windows: list[list[int]] = []
-        self.characters = self.scored_tokens = 0
+        self.characters = self.scored_tokens = self.prefix_tokens = 0
         self._json = folder / "evaluate.json"
         if self._json.exists():
             with self._reading(self._json):
@@ -158,6 +168,7 @@ class _Evaluation:
                 differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
                 if not differ:
                     self.characters = earlier["hidden_characters"]
+                    self.prefix_tokens = earlier["prefix_tokens"]
                     self.scored_tokens = earlier["held_out_tokens_scored"]
                     self.results = {one.layout: one for one in report.read_results(earlier)}
             if differ:
@@ -167,11 +178,8 @@ class _Evaluation:
             for layout in self.results:
                 self.scores(layout)
 
-    def scores_path(self, layout: str) -> Path:
-        return self.folder / f"scores-{layout}.json.gz"
-
     def scores(self, layout: str) -> Scores:
-        path = self.scores_path(layout)
+        path = self.folder / f"scores-{layout}.json.gz"
         with self._reading(path), gzip.open(path, "rt", encoding="utf-8") as file:
             scores = Scores(**json.load(file))
             parts = scores.log_probabilities, scores.top_tokens, scores.best
@@ -192,32 +200,52 @@ class _Evaluation:
             ) from None
 
     def ask(self, server: Server, layout: MLAKVCacheLayout, start_seconds: float) -> tuple[None, str]:
-        """Score the windows and look for hidden numbers; writes what was found."""
+        """Score the windows, then look for hidden numbers; writes at once what was found."""
         subject, info = self.subject, info_of(server, layout)
+        if not subject.is_unchanged():
+            raise ValueError("files of the checkpoint or of the arguments have changed since this run began")
+        info["page_size"] *= info.get("dcp_size") or 1  # of the radix cache
+        self._size(server, info)
         self.windows = self.windows or subject.windows_of(server)
-        if not self.results:  # the first server decides for all
-            self.characters = subject.hidden_characters(server, info)
         print("scoring ", end="", flush=True)
-        began = time.monotonic()
         with dots():
-            scores = score(server, self.windows, subject.prefix_tokens)
-            scoring_seconds = time.monotonic() - began
-            hidden = find_passkeys(server, self.characters, _DEPTHS) if self.characters else None
-        self.scored_tokens = sum(map(len, scores.log_probabilities))
-        with gzip.open(self.scores_path(layout.value), "wt", encoding="utf-8", compresslevel=1) as file:
-            json.dump(dataclasses.asdict(scores), file)
-        row = layout.row_format(subject.rank, subject.rope)
-        self.results[layout.value] = result_of(
-            info, row, scores, start_seconds, scoring_seconds, hidden=hidden
-        )
-        self.write()
-        return None, f" {len(self.windows)} windows scored in {scoring_seconds:.0f} s"
+            if layout not in self.results:
+                began = time.monotonic()
+                scores = score(server, self.windows, self.prefix_tokens)
+                seconds = start_seconds, time.monotonic() - began
+                self.scored_tokens = sum(map(len, scores.log_probabilities))
+                path = self.folder / f"scores-{layout}.json.gz"
+                with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
+                    json.dump(dataclasses.asdict(scores), file)
+                self.write(result_of(info, layout.row_format(subject.rank, subject.rope), scores, *seconds))
+            found = self.results[layout]
+            if self.characters:
+                hidden = find_passkeys(server, self.characters, _DEPTHS)
+                self.write(dataclasses.replace(found, hidden=hidden))
+        return None, f" {len(self.windows)} windows scored in {found.scoring_seconds:.0f} s"
+
+    def _size(self, server: Server, info: dict[str, Any]) -> None:
+        """Let the first server decide the lengths of texts; ValueError if they do not fit this one."""
+        subject, page_size, window = self.subject, info["page_size"], self.subject.window_tokens
+        # SGLang never schedules a prompt that leaves less than two pages.
+        most = min(server.context_tokens(), info["max_total_num_tokens"] - 2 * page_size) - 1
+        least = 2 * page_size if subject.prefix_tokens else 0
+        if not least <= window <= most:
+            raise ValueError(
+                f"--window-tokens {window}: context, pool and pages here allow {least} to {most}"
+            )
+        characters = subject.hidden_characters(server, info)
+        if all(result.hidden is None for result in self.results.values()):
+            self.characters = characters
+        if self.characters > characters:
+            raise ValueError("the pool is too small for other layouts' hidden texts; give another --out")
+        if not self.results:
+            self.prefix_tokens = subject.prefix_tokens // page_size * page_size
 
     def compare(self) -> list[report.Result]:
         """Results in the layouts' order, with their differences to bf16 if it was served."""
-        compared = with_differences(self.ordered, self.scores)
-        self.results = {one.layout: one for one in compared}
-        return compared
+        self.write(*with_differences(self.ordered, self.scores))
+        return self.ordered
 
     @property
     def ordered(self) -> list[report.Result]:
@@ -228,12 +256,14 @@ class _Evaluation:
         return {
             **measured_on(),
             "evaluated": self.subject.facts,
+            "prefix_tokens": self.prefix_tokens,
             "hidden_characters": self.characters,
             "token": "token",
             "held_out_tokens_scored": self.scored_tokens,
         }
 
-    def write(self) -> None:
+    def write(self, *results: report.Result) -> None:
+        self.results.update({one.layout: one for one in results})
         whole = self._json.with_suffix(".new")  # a run may be stopped while it writes
         report.write_json(whole, self.ordered, self.facts)
         whole.replace(self._json)
@@ -246,12 +276,14 @@ def run(arguments: argparse.Namespace) -> int:
     those of another run; OSError if the results cannot be written.
     """
     subject, weights_gib, context_tokens = _subject(arguments)
-    with naming("--out", arguments.out):
+    with common.naming("--out", arguments.out):
         arguments.out.mkdir(parents=True, exist_ok=True)
     evaluation = _Evaluation(subject, arguments.out)
-    # The reference comes first: it has the smallest pool, which every hidden number must fit.
-    layouts = sorted(arguments.layouts or MLAKVCacheLayout, key=lambda one: one is not MLAKVCacheLayout.BF16)
-    left = [layout for layout in layouts if layout.value not in evaluation.results]
+    # The widest rows come first: they have the smallest pool, which every hidden number must fit.
+    layouts = arguments.layouts or list(MLAKVCacheLayout)
+    layouts.sort(key=lambda one: -one.row_format(subject.rank, subject.rope).row_bytes)
+    found, hides = evaluation.results, evaluation.characters
+    left = [one for one in layouts if one not in found or (hides and found[one].hidden is None)]
     for layout in (one for one in layouts if one not in left):
         print(f"{layout}: taken from {arguments.out}")
     on_cpu = "--device cpu" in " ".join(subject.arguments).replace("--device=", "--device ")
@@ -266,12 +298,11 @@ def run(arguments: argparse.Namespace) -> int:
             evaluation.ask,
             forks,
         )
-    if failed:
+    if failed and evaluation.results and subject.is_unchanged():
         print("The same command goes on from here; --layouts leaves a layout out.")
     if not evaluation.results:
         return 1
     results = evaluation.compare()
-    evaluation.write()
     print(f"\n{report.table(results, 'token')}\n\nall numbers: {arguments.out / 'evaluate.json'}", flush=True)
     plot = arguments.out / "evaluate.png"
     without_plot = report.plot_or_reason(plot, results, Path(subject.model).name, evaluation.facts)
@@ -281,9 +312,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int]:
     """What is evaluated, the GiB of its weights if they are here, and the model's context in tokens."""
-    for word in arguments.server_arguments:
-        if (name := word.partition("=")[0]) in _OURS:
-            raise ValueError(f"{name} is set by this command; leave it out after --")
     for flag, count, least in (
         ("--windows", arguments.windows, 2),
         ("--window-tokens", arguments.window_tokens, 128),
@@ -291,7 +319,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     ):
         if not least <= count < 1 << 31:
             raise ValueError(f"{flag} {shown(count)} is not a number from {least} to {(1 << 31) - 1}")
-    with naming("--model", arguments.model):
+    with common.naming("--model", arguments.model):
         if Path(arguments.model).is_file():
             raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")
         model = find_model(arguments.model)
@@ -305,30 +333,35 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
         raise ValueError(
             f"--model {arguments.model} is not an MLA model: its config.json has no {' and '.join(missing)}"
         )
-    with naming("--text", arguments.text):
+    words, is_sparse = arguments.server_arguments, "index_topk" in config
+    if name := common.given(words, (*_OURS, "--disable-radix-cache") if is_sparse else _OURS):
+        raise ValueError(f"{name} is set by this command, or unfit for it; leave it out of what follows --")
+    parser = argparse.ArgumentParser("sglang serve", add_help=False)
+    parser.add_argument("--context-length", type=common.whole, default=config.get("max_position_embeddings"))
+    context_tokens = parser.parse_known_args(words)[0].context_length or _MOST_HIDDEN_TOKENS
+    if (window := arguments.window_tokens) >= context_tokens:
+        raise ValueError(f"--window-tokens {window}: a context of {context_tokens} allows one less, at most")
+    with common.naming("--text", arguments.text):
         text = arguments.text.read_text("utf-8")
     subject = _Subject(
         model=arguments.model,
         rank=config["kv_lora_rank"],
         rope=config["qk_rope_head_dim"],
-        prefix_tokens=arguments.window_tokens // 2 // 64 * 64 if "index_topk" in config else 0,
+        prefix_tokens=arguments.window_tokens // 2 if is_sparse else 0,
         text=text,
         windows=arguments.windows,
         window_tokens=arguments.window_tokens,
         hidden_tokens=arguments.hidden_tokens,
-        arguments=tuple(arguments.server_arguments),
+        arguments=tuple(words),
+        checkpoint=fingerprint((arguments.model, *words)) + Path(path).name,  # a hub's commit
     )
-    return subject, model.weights_gib, config.get("max_position_embeddings") or _MOST_HIDDEN_TOKENS
+    return subject, model.weights_gib, context_tokens
 
 
-def _estimate(
-    subject: _Subject, servers: int, weights_gib: float | None, context_tokens: int, on_cpu: bool
-) -> str:
+def _estimate(subject: _Subject, servers: int, weights_gib: float | None, context: int, on_cpu: bool) -> str:
     """A line with the time that the servers will take, by rates that the line names."""
-    tokens_per_s = _CPU_TOKENS_PER_S if on_cpu else _GPU_TOKENS_PER_S
-    hidden = subject.hidden_tokens
-    if hidden is None:
-        hidden = min(context_tokens, _MOST_HIDDEN_TOKENS)
+    tokens_per_s, hidden = _CPU_TOKENS_PER_S if on_cpu else _GPU_TOKENS_PER_S, subject.hidden_tokens
+    hidden = min(context, _MOST_HIDDEN_TOKENS) if hidden is None else hidden
     tokens = subject.windows * subject.window_tokens + len(_DEPTHS) * hidden
     seconds = _START_S + (weights_gib or 0) / _WEIGHTS_GIB_PER_S + tokens / tokens_per_s
     return (

@@ -7,6 +7,7 @@ Run by its path, this file is the importing process; :class:`Forks` talks to it.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -77,7 +78,7 @@ class Forks:
         self._environment = dict(os.environ if environment is None else environment)
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         self._importing = subprocess.Popen(
-            [sys.executable, __file__, *modules],
+            [sys.executable, "-P", __file__, *modules],  # -P: imports ignore this folder and the current one
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._printed,
@@ -179,6 +180,7 @@ def fork_children() -> None:
             return start(path, arguments, fds)
         if pid := os.fork():
             return pid
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; its children keep that pipe open too
         # Another program would not have the writing end of the pipe whose end of file ends it.
         pipe = _file(fds[-1])
         for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -247,12 +249,13 @@ def _next_case(answers: Any) -> dict[str, Any]:
 
 
 def _run(case: dict[str, Any]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the importing process
     for number, path in enumerate([os.devnull, *case["output"]]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.chdir(case["folder"])
     os.environ.clear()
     os.environ.update(case["environment"])
-    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[0:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     importlib.invalidate_caches()
     if case["children_fork"]:
         fork_children()
@@ -265,7 +268,7 @@ def _run(case: dict[str, Any]) -> None:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *rest]
-        sys.path[0] = str(Path(first).resolve().parent)
+        sys.path.insert(0, str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
 
 
@@ -274,7 +277,6 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.set_inheritable(answers.fileno(), False)
     os.dup2(2, 1)  # for what is printed by imports
-    sys.path[0] = ""
     for module in sys.argv[1:]:
         importlib.import_module(module)
     assert not [m for m in sys.modules if m.startswith("sgl_kvpool")], "forks must import our package"

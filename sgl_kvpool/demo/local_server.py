@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,11 @@ _handed_out: set[int] = set()
 
 #: Opener that ignores the environment's proxies.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+#: Runs a program that the kernel kills (PR_SET_PDEATHSIG) when the thread of process `argv[1]` that started
+#: it ends, so that no server outlives a SIGKILL of this process. SGLang's schedulers do the same.
+_BOUND = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9) or os.getppid() != int(sys.argv[1]) or os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
 class ServerFailed(RuntimeError):
@@ -114,6 +120,8 @@ class LocalServer:
         self.name = name
         self.wait_seconds = wait_seconds
         self.process: subprocess.Popen[bytes] | Forked | None = None
+        # Signal handlers raise in the main thread, so this one loses no server; for `_BOUND` it stays.
+        self._starter = ThreadPoolExecutor(1)
 
     @property
     def url(self) -> str:
@@ -130,28 +138,18 @@ class LocalServer:
         return self
 
     def _launch(self) -> None:
-        # Variables in the caller's environment for SGLang servers do not apply to this one.
-        inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
-        started = None
-        try:
-            # Start in a thread, because signal handlers raise in the main thread only: an exception between
-            # fork and assignment would leave a running server that this object cannot stop.
-            with ThreadPoolExecutor(1) as starter:
-                started = starter.submit(self._start, {**inherited, **self.environment})
-        finally:
-            if started is not None and started.exception() is None:
-                self.process = started.result()
-        started.result()  # raises the error of the start
+        self._starter.submit(self._start, {**env.of_children(), **self.environment}).result()
 
-    def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
+    def _start(self, environment: Mapping[str, str]) -> None:
         with self.log.open("wb") as output:
             if self.forks is not None and self.forks.can_run(self.command, environment):
                 try:
-                    return self.forks.start(self.command, environment, self.log)
+                    self.process = self.forks.start(self.command, environment, self.log)
+                    return
                 except RuntimeError as error:
                     raise ServerFailed(str(error)) from None
-            return subprocess.Popen(
-                self.command,
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -202,6 +200,7 @@ class LocalServer:
 
     def stop(self) -> None:
         """End the program and all its child processes."""
+        self._starter.submit(int).result()  # after a start that was interrupted
         if self.process is None:
             return
         try:
@@ -242,8 +241,9 @@ class LocalServer:
         """`_open`, but raises ServerFailed if the server has ended or hangs."""
         try:
             return self._open(request, timeout_seconds)
-        except urllib.error.HTTPError:
-            raise  # the server answered
+        except urllib.error.HTTPError as error:  # the server answered; the body has the reason
+            error.msg += f": {error.peek()[:_LINE_CHARACTERS].decode(errors='replace')}"
+            raise
         except TimeoutError:
             what = f"{self.name} gave no answer in {timeout_seconds:.0f} s; is the machine busy?"
             raise ServerFailed(f"{what}\n{self.log_tail()}") from None

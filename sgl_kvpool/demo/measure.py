@@ -129,22 +129,28 @@ def score(server: Server, windows: Sequence[list[int]], prefix_tokens: int = 0) 
     a multiple of the page size, is given: the first tokens of a window are then a request of their own, whose
     rows the others attend, and the others alone are scored.
 
-    ValueError if the server scored other tokens than were sent, or a log-probability is not finite.
+    ValueError if the server found another prefix, scored other tokens, or a log-probability is not finite.
     """
-    sampling = {"temperature": 0, "max_new_tokens": 1}
+    rank = 0 if prefix_tokens else None  # ranks of DP attention have a cache each
+    fields = {"sampling_params": {"temperature": 0, "max_new_tokens": 1}, "routed_dp_rank": rank}
     found = Scores([], [])
     for start in range(0, len(windows), WINDOWS_PER_REQUEST):
         sent = list(windows[start : start + WINDOWS_PER_REQUEST])
         if prefix_tokens:
-            server.generate(input_ids=[ids[:prefix_tokens] for ids in sent], sampling_params=sampling)
+            server.generate(input_ids=[ids[:prefix_tokens] for ids in sent], **fields)
         answers = server.generate(
             input_ids=sent,
-            sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=prefix_tokens,
             top_logprobs_num=BEST,
+            **fields,
         )
         for ids, answer in zip(sent, answers, strict=True):
+            if (stored := answer["meta_info"]["cached_tokens"]) != prefix_tokens:
+                raise ValueError(
+                    f"the server found {stored} of {prefix_tokens} stored tokens before those to be scored; "
+                    f"leave out --disable-radix-cache, or give a pool that keeps {len(sent)} windows"
+                )
             # [log-probability, token id, text] per token; the first token has no log-probability.
             tokens = answer["meta_info"]["input_token_logprobs"][1:]
             if [token[1] for token in tokens] != ids[prefix_tokens + 1 :]:

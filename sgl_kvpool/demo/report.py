@@ -67,7 +67,7 @@ def table(results: Sequence[Result], token: str) -> str:
     ]
     if any(result.hidden is not None for result in results):
         found = [result.hidden or [] for result in results]
-        columns.append(("hidden numbers", "found", [f"{sum(one)} of {len(one)}" for one in found]))
+        columns.append(("hidden numbers", "found", [f"{sum(x)} of {len(x)}" if x else "-" for x in found]))
     widths = [max(map(len, (first, second, *cells))) for first, second, cells in columns]
     lines = []
     for row in zip(*([first, second, *cells] for first, second, cells in columns), strict=True):

@@ -8,7 +8,6 @@ Importing this module imports neither torch nor SGLang.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.folders import CACHE, named, own, require_own
 
 #: Prose of Python 3.11.7's language reference, then of its library's docstrings, each paragraph once; its
 #: licence is ``byte_mla_python/LICENSE-held-out.txt``.
@@ -49,22 +51,23 @@ def is_installed() -> bool:
 def checkpoint() -> Path:
     """Folder of the converted checkpoint, in ``$XDG_CACHE_HOME/sgl-kvpool``; made at the first call.
 
-    FileNotFoundError if the package is not installed; OSError if the cache cannot be written; partial files
-    are removed.
+    FileNotFoundError if the package is not installed; ValueError if the cache cannot be written, or other
+    accounts can change it; partial files are removed.
     """
     if not is_installed():
         raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
+    cache = own(named(*CACHE) / "sgl-kvpool", CACHE[0])
     conversion = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     folder = cache / f"smollm2-135m-instruct-{metadata.version(PACKAGE)}-{conversion}"
     if folder.exists():
+        for path in (folder, *folder.iterdir()):
+            require_own(path, CACHE[0])
         return folder
     print(f"converting SmolLM2-135M-Instruct into {folder} (270 MB, once)", flush=True)
-    cache.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
+    with naming(CACHE[0], cache):
+        made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
     try:
         _convert(_gguf(), made)
-        made.chmod(0o755)
         try:
             made.rename(folder)
         except OSError:

@@ -66,7 +66,6 @@ POOLS = HookGroup(
         "srt.attention.layers",
         "srt.pool.row_pool",
         "srt.pool.mla",
-        "srt.self_check.pages",
         "srt.self_check.rows",
     ),
     is_used=lambda view, model_config: True,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool.attention.decode_config import gpu_problem
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.registry import fields, uses
@@ -125,6 +126,15 @@ def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"{remedy}"
         )
     row_format_of(model_config, layout)
+
+
+def check_gpu(what: str, remedy: str) -> None:
+    """Refuse `what`, which needs our decode, on a GPU that does not run it."""
+    import torch
+
+    problem = gpu_problem(torch.cuda.get_device_capability())
+    if problem is not None:
+        raise Refusal(f"{what} {problem}; {remedy}")
 
 
 def check_resolved_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) -> None:

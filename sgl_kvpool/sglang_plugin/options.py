@@ -15,8 +15,8 @@ from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, NODE, R
 
 #: Default value: SGLang's own behaviour, or our choice.
 AUTO = "auto"
-#: Attribute that marks a `ServerArgs` parsed from a command line.
-_COMMAND_LINE = "_kvpool_command_line"
+#: Attributes that mark a `ServerArgs`: parsed from a command line; `AUTO` chose its host sharing.
+_COMMAND_LINE, CHOSE_SHARING = "_kvpool_command_line", "_kvpool_chose_sharing"
 
 #: Names of the options that a flag or keyword has requested on any `ServerArgs` of this process.
 _requested: set[str] = set()
@@ -181,7 +181,8 @@ def host_tier_of(server_args: Any) -> HostTierOptions:
         getattr(server_args, option.attribute, None) or option.default
         for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
     )
-    return HostTierOptions(layout, engine, RANK if sharing == AUTO else sharing)
+    chosen = sharing == NODE and getattr(server_args, CHOSE_SHARING, False)
+    return HostTierOptions(layout, engine, RANK if sharing == AUTO else sharing, chosen)
 
 
 def choose_arrangement(requested: str) -> KVArrangement:

@@ -61,7 +61,7 @@ def write_refusal(text: str) -> None:
     if path is not None:
         mine = Path(f"{path}-{os.getpid()}")
         with suppress(OSError):
-            mine.write_text(text)
+            mine.write_text(text, encoding="utf-8", errors="backslashreplace")
             mine.replace(path)  # atomic; if several ranks write the file, the last one stays
             return
     with suppress(OSError):
@@ -103,7 +103,7 @@ def raise_refusal_from_child(launched: Any, processes: Sequence[Any], path: Path
         except RuntimeError:
             if not path.exists():
                 raise
-            refusal = Refusal(path.read_text())
+            refusal = Refusal(path.read_text(encoding="utf-8"))
             for process in processes:  # other ranks may wait for the one that ended
                 with suppress(OSError):
                     process.kill()

@@ -29,8 +29,9 @@ _ALIGNMENT_BYTES = 256
 #: Maximum number of whole pages in a slot. Loads move groups of layers, of which a slot holds more pages.
 _SLOT_PAGES = 16
 _SOURCES = Path(__file__).resolve().parent / "csrc"
-#: Blocks of a kernel, which therefore occupies at most 16 SMs and leaves the others to the model.
-KERNEL_BLOCKS = 16
+#: Maximum blocks of a kernel, which occupies as many SMs and leaves the others to the model. A copy has fewer
+#: if their 16 warps each, with up to 128 words of a run, have in flight what a link has in 2 us.
+KERNEL_BLOCKS, _IN_FLIGHT_BYTES = 16, 128 << 10
 #: Word sizes of the copy kernels, the widest first.
 _WORD_BYTES = (16, 8, 4)
 
@@ -165,7 +166,9 @@ class KernelJob:
         word_bytes = next(
             (w for w in _WORD_BYTES if not any(n % w for run in runs for n in run.bytes_fields)), 1
         )
-        numbers = [table.data_ptr(), len(runs), word_bytes, KERNEL_BLOCKS, *pointers]
+        block_bytes = 16 * min([128 * word_bytes, *(run.run_bytes for run in runs)])
+        blocks = KERNEL_BLOCKS if conversion else min(KERNEL_BLOCKS, -(-_IN_FLIGHT_BYTES // block_bytes))
+        numbers = [table.data_ptr(), len(runs), word_bytes, blocks, *pointers]
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._kept = kept
         self.address = self._numbers.data_ptr()

@@ -35,6 +35,7 @@ class HostTierOptions:
     layout: str = SAME
     engine: str = "auto"
     sharing: str = RANK
+    may_unshare: bool = False  # "auto" chose `NODE`: `RANK` replaces it where the system refuses
 
     def serves(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
         """Whether sgl-kvpool provides the host tier of such a pool.

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 
+import warp_roles
+
 from scripts.figures import loop_costs
 
 
@@ -116,8 +118,12 @@ def facts(compiled, sass, usage):
         return len(re.findall(pattern, sass))
 
     roles = loop_costs.role_loops(sass) if "HGMMA" in sass else []
+    has_roles = "USETMAXREG" in sass
     return {
+        "ptx": compiled.asm["ptx"] if has_roles else None,
+        "role_registers": warp_roles.role_registers(sass) if has_roles else None,
         "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
+        "threads": int(re.search(r"\.reqntid (\d+)", compiled.asm["ptx"]).group(1)),
         "registers": int(resources["REG"]),
         "stack_bytes": int(resources["STACK"]),
         "shared_bytes": compiled.metadata.shared,

@@ -159,3 +159,34 @@ def test_fake_quant_passes_gradients_unchanged(name):
     rope.grad = None
     fake_quant(nope.detach(), rope, name)[1].sum().backward()
     assert torch.equal(rope.grad, torch.ones(5, 64))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_quant_under_torch_func(name):
+    """Nested transforms against a loop over the examples and gradients in float64; batches at any place."""
+    nope, rope, weights = torch.randn(3, 4, 128), torch.randn(3, 4, 64), torch.randn(128)
+
+    def rounded(nope, rope):
+        return fake_quant(nope, rope, name, 0.5)
+
+    def loss(nope, rope):
+        nope, rope = rounded(nope, rope)
+        return (nope @ weights).square().sum() + rope.pow(3).sum()
+
+    alone = [torch.stack(part) for part in zip(*map(rounded, nope, rope), strict=True)]
+    found = torch.func.vmap(rounded, (1, 2), (0, 1))(nope.movedim(0, 1), rope.movedim(0, 2))
+    assert torch.equal(found[0], alone[0])
+    assert torch.equal(found[1].movedim(1, 0), alone[1])
+    shared = torch.func.vmap(rounded, (None, 0))(nope[0], rope)
+    assert torch.equal(shared[0], alone[0][:1].expand(3, -1, -1))
+    assert torch.equal(shared[1], alone[1])
+    double, weights64 = [part.double() for part in alone], weights.double()
+    expected = (2 * (double[0] @ weights64)[..., None] * weights64, 3 * double[1].square())
+    together = torch.func.grad(lambda *parts: torch.func.vmap(loss)(*parts).sum(), (0, 1))
+    for gradients in (torch.func.vmap(torch.func.grad(loss, (0, 1))), together):
+        for got, want in zip(gradients(nope, rope), expected, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+    tangents = torch.func.jvp(rounded, (nope[0], rope[0]), (nope[1], rope[1]))[1]
+    assert torch.equal(torch.cat(tangents, -1), torch.cat([nope[1], rope[1]], -1))
+    without_rope = torch.func.vmap(torch.func.vmap(lambda token: fake_quant(token[None], None, name)[0][0]))
+    assert torch.equal(without_rope(nope), torch.stack([fake_quant(each, None, name)[0] for each in nope]))

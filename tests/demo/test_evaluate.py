@@ -5,7 +5,9 @@ import dataclasses
 import gzip
 import json
 import re
+import shutil
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,9 +93,18 @@ def test_divergences_of_windows():
     [
         (
             ["--", "--kv-cache-layout", "fp4"],
-            "--kv-cache-layout is set by this command; leave it out after --",
+            "--kv-cache-layout is set by this command, or unfit for it; leave it out of what follows --",
         ),
         (["--", "--port=3"], "--port is set by this command"),
+        # SGLang takes prefixes of names, and names in a file.
+        (["--", "--po", "3"], "--po is set by this command"),
+        (["--", "--admin-api-key", "5ecret"], "--admin-api-key is set by this command, or unfit for it"),
+        (["--", "--ssl-keyfile-password=5ecret"], "--ssl-keyfile-password is set by this command, or"),
+        (["--", "--ssl-certfile", "x"], "--ssl-certfile is set by this command, or unfit for it"),
+        (["--", "--config", "CONFIG"], "--api-key is set by this command, or unfit for it; leave"),
+        (["--window-tokens", "4096"], "--window-tokens 4096: a context of 4096 allows one less, at most"),
+        (["--", "--context-length", "1024"], "--window-tokens 1024: a context of 1024 allows one less"),
+        (["--", "--context-len=1024"], "--window-tokens 1024: a context of 1024 allows one less"),
         (["--windows", "1"], "--windows 1 is not a number from 2 to 2147483647"),
         (["--hidden-tokens", "-1"], "--hidden-tokens -1 is not a number from 0"),
         (["--window-tokens", "9" * 400], "--window-tokens 9"),
@@ -104,10 +115,67 @@ def test_divergences_of_windows():
     ],
 )
 def test_refusals(tmp_path, capsys, arguments, message):
-    out = ["--out", str(tmp_path / "out")]
+    out, config = ["--out", str(tmp_path / "out")], tmp_path / "config.yaml"
+    config.write_text("page-size: 64\napi_key: 5ecret\n")
+    arguments = [str(config) if word == "CONFIG" else word for word in arguments]
     assert main(["evaluate", "--model", str(model_path()), *out, *arguments]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert "5ecret" not in said
     assert not (tmp_path / "out").exists()
+
+
+def subject_of(model, *words):
+    """What `evaluate` serves and asks."""
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return evaluate._subject(parser.parse_args(["--model", str(model), *words]))[0]
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    """A checkpoint with sparse attention, as far as this command looks at it."""
+    folder = tmp_path / "sparse"
+    shutil.copytree(model_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "index_topk": 64}))
+    return folder
+
+
+def test_sparse_attention_needs_the_radix_cache(sparse):
+    with pytest.raises(ValueError, match="--disable-radix is set by this command, or unfit for it"):
+        subject_of(sparse, "--", "--disable-radix")
+    assert subject_of(sparse).prefix_tokens == 512
+    assert subject_of(model_path(), "--", "--disable-radix").prefix_tokens == 0
+
+
+def rewrite(path):
+    """Change a file without changing its size."""
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "differ"),
+    [
+        (lambda folder, yaml, versions: rewrite(folder / "model.safetensors"), {"checkpoint"}),
+        (lambda folder, yaml, versions: (folder / "config.json").touch(), {"checkpoint"}),
+        (lambda folder, yaml, versions: (folder / "hf_quant_config.json").write_text("{}"), {"checkpoint"}),
+        (lambda folder, yaml, versions: (folder / "tokenizer.json").unlink(), {"checkpoint"}),
+        (lambda folder, yaml, versions: yaml.write_text("page_size: 32"), {"checkpoint"}),
+        (lambda folder, yaml, versions: (folder / "nohup.out").write_text("this run's"), set()),
+        (lambda folder, yaml, versions: versions.setattr(metadata, "version", len), {"versions"}),
+    ],
+    ids=["weights", "config", "quantization", "tokenizer", "--config", "nothing", "SGLang"],
+)
+def test_what_a_run_has_in_common_with_an_earlier_one(sparse, tmp_path, monkeypatch, change, differ):
+    yaml = tmp_path / "server.yaml"
+    yaml.write_text("page_size: 64")
+    words = sparse, "--", "--config", str(yaml)
+    before, facts = subject_of(*words), subject_of(*words).facts
+    change(sparse, yaml, monkeypatch)
+    assert before.is_unchanged() == ("checkpoint" not in differ)
+    after = subject_of(*words).facts
+    assert {name for name in after if after[name] != facts[name]} == differ
 
 
 @pytest.mark.parametrize(
@@ -145,11 +213,10 @@ def served(tmp_path_factory):
     config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": None}
     (folder / "config.json").write_text(json.dumps(config))
     words = ["evaluate", "--model", str(folder), "--layouts", "fp4", "--", "--device=cpu"]
-    parser = argparse.ArgumentParser()
-    evaluate.add_arguments(parser)
-    subject, _, _ = evaluate._subject(parser.parse_args(words[1:]))
+    subject = subject_of(*words[2:])
     result = report.Result("fp4", 416, None, 64, "kvpool_mla", 1.0, 2.0, 3.5)
-    facts = {"evaluated": subject.facts, "hidden_characters": 0, "held_out_tokens_scored": 6}
+    lengths = {"prefix_tokens": 0, "hidden_characters": 0, "held_out_tokens_scored": 6}
+    facts = {"evaluated": subject.facts, **lengths}
     report.write_json(folder / "evaluate.json", [result], facts)
     scores = Scores([[-1.0] * 3] * 2, [[5] * 3] * 2, [[[(5, -1.0)]] * 3] * 2)
     return words, json.loads((folder / "evaluate.json").read_text()), dataclasses.asdict(scores)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from sgl_kvpool.demo.forks import Forks
+from sgl_kvpool.demo.local_server import LocalServer, free_port
 
 #: A module that imports nothing else, and that nothing else imports.
 MODULE = "this"
@@ -158,3 +159,32 @@ def test_what_can_be_forked(forks):
     assert forks.can_run([sys.executable, "-m", "x"], here)
     assert not forks.can_run(["bash", "-c", "x"], here)
     assert not forks.can_run([sys.executable, "-m", "x"], {**here, "LD_LIBRARY_PATH": "/elsewhere"})
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    """It may be the folder of a checkpoint that somebody else has written."""
+    for module in (MODULE, "json", "http", "multiprocessing", "sglang"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({module!r})\n")
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import importlib.util, json, multiprocessing, sys\n"
+        "multiprocessing.set_start_method('spawn', force=True)\n"
+        "process = multiprocessing.Process(target=print)\n"
+        "process.start(), process.join()\n"
+        "print('' in sys.path, importlib.util.find_spec('sglang').origin)"
+    )
+    for children_fork in (True, False):
+        output = tmp_path / "output"
+        with Forks([MODULE]) as forks:
+            process = forks.start(
+                [sys.executable, "-c", code], os.environ, output, folder=tmp_path, children_fork=children_fork
+            )
+            assert process.wait(60) == 0, output.read_text()
+        assert "False " in output.read_text()
+        assert str(tmp_path) not in output.read_text()
+        output.unlink()
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+    with LocalServer(command, port, tmp_path / "log", ready="/", wait_seconds=60):
+        pass
+    assert not (tmp_path / "ran").exists()

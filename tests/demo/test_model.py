@@ -164,3 +164,17 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         smollm2.checkpoint()
     assert list((tmp_path / "sgl-kvpool").iterdir()) == []
+
+
+@_installed
+def test_a_ready_folder_that_others_can_change_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_convert", lambda _, folder: (folder / "config.json").write_text("{}"))
+    made = smollm2.checkpoint()
+    assert {path.stat().st_mode & 0o777 for path in (made, made.parent)} == {0o700}
+    for exposed in (made.parent, made, made / "config.json"):
+        exposed.chmod(0o777)
+        with pytest.raises(ValueError, match=rf"write into {exposed} .*or set XDG_CACHE_HOME to one$"):
+            smollm2.checkpoint()
+        exposed.chmod(0o700)
+    assert smollm2.checkpoint() == made

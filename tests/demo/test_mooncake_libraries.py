@@ -37,6 +37,19 @@ def test_every_library_is_linked_once(nothing_loads, tmp_path):
     assert {path.name for path in Path(links).iterdir()} == names
     assert {path.resolve().parent for path in Path(links).iterdir()} == {Path(libraries).resolve()}
     assert library_path() == first
+    # What another account left there before the folder was its owner's alone.
+    (Path(links) / "libc.so.6").write_text("")
+    (Path(links) / "libcurl.so.4").unlink()
+    (Path(links) / "libcurl.so.4").symlink_to("/elsewhere")
+    assert library_path() == first
+    assert {path.name for path in Path(links).iterdir()} == names
+    assert {path.resolve().parent for path in Path(links).iterdir()} == {Path(libraries).resolve()}
+    assert Path(links).stat().st_mode & 0o777 == 0o700
+    Path(links).chmod(0o777)
+    with pytest.raises(
+        ValueError, match=rf"{links}: any account may write into .* or set XDG_CACHE_HOME to one"
+    ):
+        library_path()
 
 
 def test_nothing_is_added_where_all_of_them_are(monkeypatch):

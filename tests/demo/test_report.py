@@ -96,6 +96,8 @@ def test_table(results):
     assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-", "-", "2", "of", "2"]
     expected = "fp4 416 45371 3.0120 +0.40 % (0.12) 0.01230 (0.00045) 98.77 % 1 of 2"
     assert lines[3].split() == expected.split()
+    not_asked = report.table([results[0], dataclasses.replace(results[1], hidden=None)], "byte")
+    assert not_asked.splitlines()[3].endswith(" -")
     alone = dataclasses.replace(results[1], difference=None)
     assert "bf16 was not among --layouts" in report.table([alone], "byte")
 

@@ -2,12 +2,14 @@
 
 import re
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
 from pathlib import Path
 
 import pytest
+from live_processes import alive, ended
 
 from sgl_kvpool.demo import local_server
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
@@ -137,12 +139,40 @@ def test_a_server_that_does_not_answer_in_time(tmp_path):
 
 
 def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
-    """The server keeps running: the demo does not wait for its end."""
+    """The server keeps running: the demo does not wait for its end. The body has the reason."""
     mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")
+    mortal = mortal.replace('response.body"', 'response.body", "body": b"Too many tokens"')
     program = (sys.executable, "-c", mortal)
     arguments = ["--port", str(free_port()), "pass"]
     with Server(arguments, tmp_path / "log", wait_seconds=100, program=program) as server:
         begin = time.monotonic()
-        with pytest.raises(urllib.error.HTTPError):
+        with pytest.raises(urllib.error.HTTPError, match=r"400.*: Too many tokens$") as failed:
             server.generate(text="x")
         assert time.monotonic() - begin < 4
+        assert failed.value.read() == b"Too many tokens"
+
+
+#: Starts a server, anew or as a fork, and waits; `argv`: port, log, how.
+PARENT = """
+import sys, time
+from sgl_kvpool.demo.forks import Forks
+from sgl_kvpool.demo.server import Server
+mortal, port, log, how = sys.argv[1:]
+server = Server(["--port", port, "pass"], log, program=(sys.executable, "-c", mortal))
+server.forks = Forks(["this"]) if how == "forked" else None
+with server:
+    print(server.process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["anew", "forked"])
+def test_no_server_outlives_a_command_that_was_killed(tmp_path, how):
+    """As Linux does when memory runs out; it could not stop its servers. A thread has started the server."""
+    words = [sys.executable, "-c", PARENT, MORTAL, str(free_port()), str(tmp_path / "log"), how]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        server = int(parent.stdout.readline())
+        time.sleep(1)
+        assert alive(server)
+        parent.kill()
+    assert ended(server, 10)

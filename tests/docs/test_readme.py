@@ -1,6 +1,7 @@
 """README.md: its length, and the numbers of its table of layouts against the plan, the rows and the demo."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -49,6 +50,27 @@ def test_perplexities_of_fp4_and_of_sglangs_fp4_are_the_measured_ones():
     for name in ("`fp4`", "SGLang's `fp4_mx_block16`"):
         (found,) = (one["difference"]["perplexity_change"] for one in results if one["job"]["name"] == name)
         assert f"{100 * found:+.1f} %" in README
+
+
+def test_the_range_of_each_family_follows_from_its_configuration():
+    """Bytes of a token's rows and index keys, 132 per layer that selects, as in the plan of these models."""
+    configs = json.loads((ROOT / "tests" / "recipes" / "models.json").read_text())
+    folder = ROOT / "tests" / "commands" / "plan" / "configs"
+    configs |= {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+    for family, names in (
+        ("DeepSeek-V3, R1 or Kimi-K2", ("deepseek_v3", "kimi_k2")),
+        ("DeepSeek-V3.2 or GLM-5,", ("deepseek_v32", "glm5")),
+        ("GLM-5.2", ("glm52",)),
+    ):
+        shown = re.search(rf"([\d.]+) to ([\d.]+)( times bf16's tokens)?\swith {family}", README)
+        for config in map(configs.get, names):
+            layers = config["num_hidden_layers"]
+            selecting = config.get("indexer_types", ["full"] * layers).count("full")
+            keys_bytes = 132 * selecting / layers if "index_topk" in config else 0
+            bf16, *narrow = (row.row_format(512, 64).row_bytes + keys_bytes for row in MLAKVCacheLayout)
+            found = bf16 / max(narrow), bf16 / min(narrow)
+            # Buffers of kvpool_mla are in the plan only.
+            assert tuple(map(float, shown.groups()[:2])) == pytest.approx(found, abs=0.007)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def install() -> None:
         "stream": StreamContext,
         "StreamContext": StreamContext,
         "synchronize": lambda device=None: order.synchronize(),
-        "_sleep": _nothing(),
+        "_sleep": order.sleep,
         "cudart": runtime.TorchCudart,
         "set_sync_debug_mode": operators.set_sync_debug_mode,
         "is_current_stream_capturing": lambda: graphs.capturing() is not None,

@@ -1,21 +1,25 @@
 """Compiled operators of other packages that are replaced, at their lowest level, with their argument checks.
 
-| package | replaced | by |
-|---|---|---|
-| sgl_kernel | `sgl_kernel::merge_state_v2` | `_merge_state_v2` |
-| flash_mla | `flash_mla_legacy::get_mla_decoding_metadata` | `_decoding_metadata` |
-| flash_mla | `flash_mla_legacy::sparse_decode_fwd` | `_sparse_decode` |
-| flash_mla | `flash_mla_legacy::sparse_prefill_fwd` | `_sparse_prefill` |
-| sgl_kernel | `sgl_kernel::weak_ref_tensor` | `graphs.unowned` |
-| deep_gemm | `deep_gemm::get_num_sms` | the described number |
-| deep_gemm | `deep_gemm::get_paged_mqa_logits_metadata` | `_paged_mqa_schedule` |
-| flashinfer | `flashinfer.norm._rmsnorm_impl` | `_rms_norm` |
-| flashinfer | the compiled module of `BatchMLAPagedAttentionWrapper` | `CompiledMla` |
-| flashinfer | the compiled module of `BatchPrefillWithRaggedKVCacheWrapper` | `CompiledRagged` |
-| sglang | operators of its process groups: `sglang::reg_*`, `sglang::inplace_all_reduce` | `_collective` |
-| sglang | `PyNcclCommunicator.change_state`, by which captures enable a communicator | nothing |
-| sglang.kernels | modules of `load_jit` whose functions are in `jit_kernels.EXPORTS` | the functions there |
-| NCCL | process groups of torch.distributed | gloo's, on the memory of the CPU |
+Kernels access memory of the device in the order of the current stream. The last column is what the real
+operator accesses in another order after it has returned. The replacement accesses the same, so that memory
+which is used again too early is found. torch's allocator is told of no copy but torch's own.
+
+| package | replaced | by | accessed late |
+|---|---|---|---|
+| sgl_kernel | `sgl_kernel::merge_state_v2` | `_merge_state_v2` | nothing |
+| flash_mla | `flash_mla_legacy::get_mla_decoding_metadata` | `_decoding_metadata` | nothing |
+| flash_mla | `flash_mla_legacy::sparse_decode_fwd` | `_sparse_decode` | nothing |
+| flash_mla | `flash_mla_legacy::sparse_prefill_fwd` | `_sparse_prefill` | nothing |
+| sgl_kernel | `sgl_kernel::weak_ref_tensor` | `graphs.unowned` | the tensor, by users of the result |
+| deep_gemm | `deep_gemm::get_num_sms` | the described number | nothing |
+| deep_gemm | `deep_gemm::get_paged_mqa_logits_metadata` | `_paged_mqa_schedule` | nothing |
+| flashinfer | `flashinfer.norm._rmsnorm_impl` | `_rms_norm` | nothing |
+| flashinfer | module of `BatchMLAPagedAttentionWrapper` | `CompiledMla` | pinned memory of each `plan` |
+| flashinfer | module of `BatchPrefillWithRaggedKVCacheWrapper` | `CompiledRagged` | pinned memory of `plan` |
+| sglang | `sglang::reg_*`, `sglang::inplace_all_reduce` of process groups | `_collective` | nothing |
+| sglang | `PyNcclCommunicator.change_state`, by which captures enable one | nothing | nothing |
+| sglang.kernels | modules of `load_jit` in `jit_kernels.EXPORTS` | the functions there | nothing |
+| NCCL | process groups of torch.distributed | gloo's, on the CPU | tensors, until `Work.wait` |
 
 `models` has those of SGLang's model classes, in a table of its own.
 """
@@ -25,14 +29,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
-from emulated_cuda import graphs
+from emulated_cuda import graphs, order
+from emulated_cuda.memory import ALLOCATOR
 
-__all__ = ["OPERATORS", "WRITES", "install", "install_process_groups"]
+__all__ = ["OPERATORS", "WRITES", "install", "install_process_groups", "stream_of"]
 
 
 def _merge_state_v2(v_a, s_a, v_b, s_b, v, s) -> None:
@@ -164,7 +170,39 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 #: Operator -> arguments that it writes although its schema does not mark them.
-WRITES: dict[str, tuple[str, ...]] = {}
+WRITES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("c10d::allreduce_", "c10d::broadcast_", "c10d::recv_"), ("tensors",)),
+    **dict.fromkeys(("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"), ("output_tensor",)),
+    "c10d::allgather_": ("output_tensors",),
+    "c10d::alltoall_base_": ("output",),
+}
+_nccl: list[order.Stream] = []  # no stream or one, since a second stream makes all accesses slower
+
+
+@contextlib.contextmanager
+def stream_of(func: Any, args: Any) -> Iterator[None]:
+    """The stream of an operator: NCCL's own for operations that the caller waits for by `Work.wait`."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    if not func._schema.name.startswith("c10d::") or not given.get("async_op", True):
+        yield
+        return
+    _nccl[:] = _nccl or [order.Stream()]
+    _nccl[0].wait_stream(order.current_stream())
+    with _nccl[0]:
+        yield
+    for block in {ALLOCATOR.of(x) for x in tree_flatten(args)[0] if isinstance(x, torch.Tensor)} - {None}:
+        block.recorded.add(_nccl[0])  # NCCL's Work keeps its tensors
+
+
+def _plan(int_workspace: torch.Tensor, pinned: torch.Tensor, *parts: torch.Tensor) -> list[int]:
+    """Write a plan to the pinned buffer, and copy it to the workspace from there; its length."""
+    from emulated_cuda.runtime import RUNTIME
+
+    numbers = torch.cat([part.int() for part in parts])
+    pinned.view(torch.int32)[: len(numbers)].copy_(numbers)
+    ends, stream = (int_workspace.data_ptr(), pinned.data_ptr()), order.current_stream()
+    RUNTIME.cudaMemcpyAsync(*ends, 4 * len(numbers), 1, stream.cuda_stream)
+    return [len(numbers)]
 
 
 class CompiledMla:
@@ -177,7 +215,8 @@ class CompiledMla:
             assert tensor.device.type == "cpu"
             assert tensor.dtype == torch.int32
         assert float_workspace.device.type == int_workspace.device.type == "cuda"
-        return qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone(), heads, causal
+        plan = _plan(int_workspace, pinned, qo_indptr, kv_indptr[:-1], kv_lens)
+        return [*plan, len(kv_lens), int(causal)]
 
     def run(
         self, float_workspace, int_workspace, plan, q_nope, q_pe, ckv, kpe, kv_indices, out, lse, mask, heads,
@@ -185,7 +224,7 @@ class CompiledMla:
     ):  # fmt: skip
         from emulated_cuda import launches
 
-        qo_indptr, kv_indptr, kv_lens, _, causal = plan
+        _, requests, causal = plan
         for tensor in (q_nope, q_pe, ckv, kpe, kv_indices, out):
             assert tensor.device.type == "cuda"
         for tensor in (q_nope, q_pe, ckv, kpe):
@@ -193,10 +232,12 @@ class CompiledMla:
         assert page_size == 1
         assert kv_indices.dtype == torch.int32
 
-        def attend(q_nope, q_pe, ckv, kpe, kv_indices, out):
-            for request in range(len(kv_lens)):
+        def attend(numbers, q_nope, q_pe, ckv, kpe, kv_indices, out):
+            qo_indptr, kv_begin, kv_lens = numbers.split([requests + 1, requests, requests])
+            for request in range(requests):
                 first, last = int(qo_indptr[request]), int(qo_indptr[request + 1])
-                rows = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
+                begin = int(kv_begin[request])
+                rows = kv_indices[begin : begin + int(kv_lens[request])].long()
                 latent, rope = ckv[rows, 0].float(), kpe[rows, 0].float()
                 scores = torch.einsum("qhd,kd->hqk", q_nope[first:last].float(), latent)
                 scores = (scores + torch.einsum("qhd,kd->hqk", q_pe[first:last].float(), rope)) * scale
@@ -205,14 +246,15 @@ class CompiledMla:
                     scores = scores.masked_fill(torch.arange(len(rows)) > position[:, None], float("-inf"))
                 out[first:last] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), latent).to(out.dtype)
 
-        launches.launch("flashinfer MLA", attend, [q_nope, q_pe, ckv, kpe, kv_indices, out], writes=[5])
+        arguments = [int_workspace.view(torch.int32)[: plan[0]], q_nope, q_pe, ckv, kpe, kv_indices, out]
+        launches.launch("flashinfer MLA", attend, arguments, writes=[6])
 
 
 class CompiledRagged:
     """FlashInfer's module of kernels for the MHA form, with a logarithm of base 2 as FlashInfer's."""
 
-    def plan(self, *args):
-        return list(range(4))
+    def plan(self, float_workspace, int_workspace, pinned, qo_indptr, kv_indptr, *more):
+        return _plan(int_workspace, pinned, qo_indptr, kv_indptr)
 
     def ragged_run(
         self, float_workspace, int_workspace, plan, q, k, v, qo_indptr, kv_indptr, out, lse, mask, *more
@@ -223,7 +265,8 @@ class CompiledRagged:
             assert tensor.device.type == "cuda"
         scale, causal = more[10], mask == 1
 
-        def attend(q, k, v, qo_indptr, kv_indptr, out, lse=None):
+        def attend(numbers, q, k, v, out, lse=None):
+            qo_indptr, kv_indptr = numbers.chunk(2)
             for request in range(len(qo_indptr) - 1):
                 own = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
                 keys = slice(int(kv_indptr[request]), int(kv_indptr[request + 1]))
@@ -237,8 +280,9 @@ class CompiledRagged:
                 if lse is not None:
                     lse[own] = (scores.logsumexp(-1) / math.log(2)).T
 
-        arguments = [q, k, v, qo_indptr, kv_indptr, out, *([] if lse is None else [lse])]
-        launches.launch("flashinfer ragged prefill", attend, arguments, writes=[5, 6])
+        numbers = int_workspace.view(torch.int32)[: plan[0]]
+        arguments = [numbers, q, k, v, out, *([] if lse is None else [lse])]
+        launches.launch("flashinfer ragged prefill", attend, arguments, writes=[4, 5])
 
 
 def install() -> None:
@@ -280,6 +324,14 @@ def install_process_groups() -> None:
 
         return make
 
+    wait = distributed.Work.wait
+
+    def wait_in_order(self: Any, *args: Any, **options: Any) -> Any:
+        for stream in _nccl:  # for all operations, also those of other groups
+            order.current_stream().wait_stream(stream)
+        return wait(self, *args, **options)
+
+    distributed.Work.wait = wait_in_order
     for name in ("init_process_group", "new_group"):
         function = with_gloo(getattr(distributed_c10d, name))
         for module in (distributed, distributed_c10d):

@@ -42,7 +42,8 @@ class Block:
     created, freed : str or None
         Lines of code.
     recorded : set of Stream
-        Streams of `record_stream`.
+        Streams for which the allocator waits before it gives the block to others: those of `record_stream`,
+        and for pinned memory those of torch's own copies.
     shadow : order.Shadow
     """
 
@@ -112,12 +113,16 @@ class Allocator:
     def _free(self, block: Block) -> None:
         if not block.pinned:
             self.allocated_bytes -= block.size_bytes
-        if not block.pinned and block.pool is None:
-            late = order.not_ordered_before_reuse(block.shadow, block.stream, block.recorded)
+        if block.pool is None:
+            owner = None if block.pinned else block.stream  # pinned memory is reused by the host
+            late = order.not_ordered_before_reuse(block.shadow, owner, block.recorded)
             if late is not None:
+                why = "its stream was not recorded (record_stream)"
+                if block.pinned:
+                    why = "torch's allocator knows of torch's own copies alone"
                 self.problems.append(
                     f"the block allocated at {block.created} was freed at {order.place()}, and {late} may "
-                    "still use it: its stream was not recorded (record_stream)"
+                    f"still use it: {why}"
                 )
         if block.pool is not None:
             return  # memory of a graph's pool keeps what the graph wrote

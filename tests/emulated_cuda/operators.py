@@ -70,23 +70,21 @@ def set_sync_debug_mode(mode: int | str) -> None:
     _sync_mode = _MODES.get(mode, mode)  # type: ignore[arg-type]
 
 
-def host_waits(what: str) -> None:
-    """The host waits for the current stream; forbidden in a capture and in sync debug mode "error"."""
+def host_waits(what: str, *, always: bool = True) -> None:
+    """The host waits for the current stream; forbidden in a capture and in sync debug mode "error".
+
+    Without `always` it may wait, on which no order depends.
+    """
     COUNTS["waits"] += 1
     if _sync_mode == "error" and graphs.capturing() is None:
         raise HostWait(f"{what} at {order.place()}: the host waits for the device")
     graphs.forbid_in_capture(what)
-    order.current_stream().synchronize()
+    if always:
+        order.current_stream().synchronize()
 
 
 def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
-
-
-def _pageable(what: str, source: torch.Tensor) -> None:
-    """A copy from memory that is not pinned: the host waits until the driver has read it."""
-    if not ALLOCATOR.is_pinned(source) and source.numel():
-        host_waits(f"{what} from pageable memory, {tuple(source.shape)} {source.dtype}")
 
 
 def to(tensor: CudaTensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -160,7 +158,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or argument.name in unmarked:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, list | tuple) else [value]
+            found += tree_flatten(value)[0]
     return [x for x in found if isinstance(x, torch.Tensor)]
 
 
@@ -209,7 +207,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     call = libraries.OPERATORS.get(func._schema.name, func)
     COUNTS["libraries"] += call is not func
     cpu_args, cpu_kwargs = tree_map(unwrap, (args, kwargs))
-    out, epoch = _carry_out(func, call, name, cpu_args, cpu_kwargs, where)
+    with libraries.stream_of(func, cpu_args):
+        out, epoch = _carry_out(func, call, name, cpu_args, cpu_kwargs, where)
     if name in _READS:
         order.current_stream().synchronize()  # the host has its result
     changed = [x for x in _written(func, args, kwargs) if isinstance(x, CudaTensor)]
@@ -329,9 +328,20 @@ def _check_devices(
 
 def _host_to_device(what: str, source: torch.Tensor, non_blocking: bool) -> None:
     if not ALLOCATOR.is_pinned(source):
-        _pageable(what, source)
+        # The driver has read the memory when the call returns, for which it waits if the copy is long.
+        if source.numel():
+            text = f"{what} from pageable memory, {tuple(source.shape)} {source.dtype}"
+            host_waits(text, always=not non_blocking)
     elif not non_blocking:
         host_waits(f"{what} without non_blocking")
+    else:
+        _recorded_by_torch(source)
+
+
+def _recorded_by_torch(pinned: torch.Tensor) -> None:
+    """torch's allocator of pinned memory knows of torch's own copies, until which it keeps the memory."""
+    if (block := ALLOCATOR.of(pinned)) is not None:
+        block.recorded.add(order.current_stream())
 
 
 def _to_host(source: CudaTensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -356,6 +366,8 @@ def _copy_to_host(func: Any, target: torch.Tensor, source: Any, non_blocking: bo
     if not (non_blocking and ALLOCATOR.is_pinned(target)):
         host_waits("copy_ to the host")
         non_blocking = False
+    else:
+        _recorded_by_torch(target)
     where = order.place()
 
     def step(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -4,7 +4,8 @@ Operations run at once, in the order in which the host issues them. What a GPU w
 clocks: an operation on a stream is ordered after what the stream did before, what the host had waited for,
 and what events and waits order before it. An access that is not ordered after the last write of the same
 bytes (a write: also after their last reads) is an `OrderFault` that names both places. Only writes of the
-device to pinned memory are carried out later, when the host waits for them.
+device to pinned memory are carried out later, when the host waits for them. An event or a stream has ended
+when the host asks, unless it is behind a `sleep`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "not_ordered_before_reuse",
     "place",
     "set_stream",
+    "sleep",
     "stream_of",
     "synchronize",
     "write_later",
@@ -90,6 +92,7 @@ _host: Clock = {}
 #: (agent, tick, place) of each operation; a shadow holds indices of this list, 0: none.
 _epochs: list[tuple[int, int, str]] = [(HOST, 0, "")]
 _later: list[tuple[int, int, Callable[[], None]]] = []
+_sleeps: list[tuple[int, int]] = []
 _streams: dict[int, Stream] = {}
 #: The capture that is under way, `graphs.Capture`: it notes what orders its streams.
 capture: Any = None
@@ -150,8 +153,7 @@ class Stream:
         _host_waits_for(self.clock)
 
     def query(self) -> bool:
-        self.synchronize()
-        return True
+        return _has_ended(self.clock)
 
     def __enter__(self) -> Stream:
         _state.left = (_state.stream, _state.left)
@@ -163,7 +165,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`. `query` waits: on the device everything has ended when the host asks."""
+    """As `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
         self.enable_timing = enable_timing
@@ -188,8 +190,7 @@ class Event:
         _host_waits_for(self.clock)
 
     def query(self) -> bool:
-        self.synchronize()
-        return True
+        return _has_ended(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.enable_timing and end.enable_timing):
@@ -220,6 +221,22 @@ def set_stream(stream: Stream | None) -> None:
 def synchronize(device: Any = None) -> None:
     for stream in list(_streams.values()):
         _host_waits_for(stream.clock)
+
+
+def sleep(cycles: int) -> None:
+    """As `torch.cuda._sleep`: what is behind it has not ended until the host waits for it."""
+    stream = current_stream()
+    stream.issue(f"sleep at {place()}")
+    _sleeps.append((stream.agent, stream.clock[stream.agent]))
+
+
+def _has_ended(clock: Clock) -> bool:
+    """Whether all operations of a clock have ended; if so, the host knows it, as if it had waited."""
+    _sleeps[:] = [(agent, tick) for agent, tick in _sleeps if _host.get(agent, 0) < tick]
+    if any(clock.get(agent, 0) >= tick for agent, tick in _sleeps):
+        return False
+    _host_waits_for(clock)
+    return True
 
 
 def _host_waits_for(clock: Clock) -> None:

@@ -1,6 +1,14 @@
 """What the CUDA runtime does on the device: `libcudart` calls it for compiled code, `TorchCudart` for Python.
 
 A GPU reports no mistake of order. Such faults are kept in `ALLOCATOR.problems`, and the call is carried out.
+
+| function | accessed late, as in `libraries` |
+|---|---|
+| `cudaMemcpyAsync` | both ends, of which one may be pinned: torch's allocator is not told |
+| `cudaMemcpyBatchAsync` | both ends; with order "any" sources at once or later; not the lists |
+| `cudaLaunchKernelExC` | pinned memory to which arguments point; not the arguments |
+| `cudaEvent*`, `cudaStream*`, `cudaGet*`, `cuda*GetVersion`, `cudaDeviceGetAttribute` | nothing |
+| `cudaHostRegister`, `cudaHostUnregister`, `__cuda*` | nothing |
 """
 
 from __future__ import annotations

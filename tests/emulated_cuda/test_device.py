@@ -1,11 +1,15 @@
 """What the emulated device forbids, beyond the mistakes of the other tests here. Runs with `--emulated`."""
 
 import gc
+import re
+from fnmatch import fnmatch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 emulated = pytest.importorskip("emulated_cuda.operators")
+from emulated_cuda import libcudart, libraries, runtime  # noqa: E402
 from emulated_cuda.graphs import CaptureFault  # noqa: E402
 from emulated_cuda.memory import MemoryFault  # noqa: E402
 from emulated_cuda.order import OrderFault  # noqa: E402
@@ -109,3 +113,36 @@ def test_another_stream_inside_a_capture_has_to_belong_to_it(stream):
         torch.cuda.stream(stream),
     ):
         x.add_(1)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_a_collective_accesses_until_wait(asynchronous):
+    """As NCCL's: a stream of its own for `async_op=True`, also for what it writes."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    out, x = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+    work = dist.all_gather_into_tensor(out, x, async_op=asynchronous)
+    if asynchronous:
+        with pytest.raises(OrderFault, match="reads on the default stream what _allgather_base_ .* wrote"):
+            out.clone()
+        with pytest.raises(OrderFault, match="writes on the default stream what _allgather_base_ .* read"):
+            x.add_(1)
+        work.wait()
+    assert out.tolist() == [1, 1, 1]
+    x.add_(1)
+
+
+def late(module):
+    """Names in a module's table of replaced functions, whose last column is what each accesses late."""
+    lines = [line.strip("|").split("|") for line in module.__doc__.splitlines() if line.startswith("|")]
+    assert "accessed late" in lines[0][-1]
+    assert all(len(row) == len(lines[0]) and row[-1].strip() for row in lines)
+    return [name for *cells, _ in lines[2:] for name in re.findall("`([^`]+)`", "".join(cells[:2]))]
+
+
+def test_every_replaced_function_says_what_it_accesses_late():
+    stated = late(libraries) + late(runtime)
+    own = ("emulated_cuda.libraries", "emulated_cuda.graphs")
+    names = [name for name, function in libraries.OPERATORS.items() if function.__module__ in own]
+    names += [*libcudart._FUNCTIONS, "cudaHostRegister", "cudaHostUnregister"]
+    assert [name for name in names if not any(fnmatch(name, pattern) for pattern in stated)] == []

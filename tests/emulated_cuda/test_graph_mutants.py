@@ -1,5 +1,6 @@
-"""Mistakes around CUDA graphs, made on purpose: the device notices each by name."""
+"""Mistakes around CUDA graphs and plans, made on purpose: the device notices each by name."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ pytest.importorskip("sglang")
 from graph_runners import Model, batch_of, eager, model_runner, publish_one_rank
 from test_cuda_backend_gpu import Case
 from test_graph_runners_gpu import LENGTHS, as_eager, frozen_garbage, no_waits  # noqa: F401
+from test_prefills_in_flight_gpu import Absorbed, Mha, MhaChunks
 
-from emulated_cuda.memory import MemoryFault
+from emulated_cuda.memory import ALLOCATOR, MemoryFault
 from emulated_cuda.operators import HostWait
+from emulated_cuda.order import OrderFault
 from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, KVLens
 
@@ -105,3 +108,28 @@ def test_use_after_free_of_a_graphs_tensor(captured):
     runner.backend.cleanup()
     with pytest.raises(MemoryFault, match=r"test_graph_mutants\.py:\d+ uses memory of .* that was freed at"):
         found.hidden_states.sum()
+
+
+@pytest.mark.parametrize("kind", [Mha, MhaChunks])
+def test_one_pinned_buffer_for_all_plans(kind, monkeypatch):
+    prefill, empty_like = kind(), torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **options: x if options.get("pin_memory") else empty_like(x, **options)
+    )
+    prefill.enqueue(0)
+    with pytest.raises(OrderFault, match=r"flashinfer.* writes on the host what a copy .* read on"):
+        prefill.enqueue(1)
+
+
+@pytest.mark.parametrize("kind", [Mha, MhaChunks, Absorbed])
+def test_pinned_memory_of_a_plan_that_is_not_kept(kind, monkeypatch):
+    for module in ("extend", "prefill"):
+        monkeypatch.setattr(f"sgl_kvpool.srt.attention.{module}.keep_pinned", lambda wrapper: None)
+    prefill = kind()
+    prefill.enqueue(0)
+    assert not ALLOCATOR.problems
+    prefill.enqueue(1)
+    problems, ALLOCATOR.problems[:] = list(ALLOCATOR.problems), []
+    assert problems
+    for problem in problems:
+        assert re.search("allocated at .* a copy at .* may still use it: torch's allocator", problem)

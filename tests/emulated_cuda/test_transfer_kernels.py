@@ -1,5 +1,6 @@
 """The transfer kernels as nvcc compiles them: word widths, sectors, and changes that make them wrong."""
 
+import dataclasses
 import re
 
 import codec_oracle as oracle
@@ -14,6 +15,10 @@ pytest.importorskip("emulated_cuda.operators")
 
 from emulated_cuda import errors, runtime
 from emulated_cuda.memory import ALLOCATOR
+from scripts.bench import transfer_gpu
+from scripts.bench.attention.cases import Workload
+from scripts.bench.attention.inputs import check, make_problem
+from scripts.bench.device import CpuDevice
 from sgl_kvpool.transfer.engines import GPU_ENGINES
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer, packed_view
@@ -26,8 +31,8 @@ WORDS = {"NS_7Bytes16E": 16, "NS_6Bytes8E": 8, "j": 4, "h": 1}
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
-    """Kernels of 3 blocks instead of 16, so that in cases with more chunks than warps (96 for copies, 48 for
-    conversions, no powers of two) a warp takes several chunks.
+    """Kernels of 3 blocks instead of up to 16, so that in cases with more chunks than warps (48, no power of
+    two) a warp takes several chunks.
     """
     monkeypatch.setattr("sgl_kvpool.transfer.gpu_engine.KERNEL_BLOCKS", 3)
 
@@ -156,3 +161,26 @@ def test_wrong_kernels_are_noticed(defect, monkeypatch):
     problems = "\n".join(ALLOCATOR.problems)
     ALLOCATOR.problems.clear()
     assert re.search(fault, problems) if fault else not problems
+
+
+def made_on_the_cpu(work, fmt, device):
+    """`make_problem` on the device, which has no generators when it is emulated."""
+    made = make_problem(work, fmt, CpuDevice())
+    on_device = {name: value.to(DEVICE) for name, value in vars(made).items() if torch.is_tensor(value)}
+    return dataclasses.replace(made, **on_device)
+
+
+def test_the_decode_step_of_the_benchmark(monkeypatch):
+    """Captured once, and replayed as often as it is called."""
+    monkeypatch.setattr(transfer_gpu, "make_problem", made_on_the_cpu)
+    monkeypatch.setattr(transfer_gpu, "LAYERS", 2)
+    monkeypatch.setattr(transfer_gpu, "decode_workload", lambda sm_count: Workload("dense", 16, 1, 128, 128))
+    gpu = transfer_gpu.Gpu()
+    gpu.decode_step()
+    out = gpu._kept.buffers[0]
+    first = out.cpu().clone()
+    check(gpu._kept.problem, out, 0)
+    out.fill_(0)
+    gpu.decode_step()
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), first)

@@ -5,8 +5,10 @@ import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 from cluster_questions import PROMPTS, failures, server
+from programs import python_path
 
 from sgl_kvpool.demo.cluster.servers import (
     ask,
@@ -18,12 +20,14 @@ from sgl_kvpool.demo.cluster.servers import (
 )
 from sgl_kvpool.demo.local_server import free_port, running
 
+HERE = Path(__file__).parent
 
-def prefill_server(folder, name, layout, transfer="mooncake_tcp", *arguments):
+
+def prefill_server(folder, name, layout, transfer="mooncake_tcp", *arguments, **environment):
     """A prefill server that is not started, and its bootstrap port."""
     port = free_port()
     peer = [*peer_arguments("prefill", transfer, port), *arguments]
-    return server(folder, name, layout, *peer, environment=peer_environment()), port
+    return server(folder, name, layout, *peer, environment={**peer_environment(), **environment}), port
 
 
 def decode_server(folder, name, layout, transfer="mooncake_tcp", *arguments):
@@ -75,4 +79,26 @@ def peers(_model_path, folder):
     return answers
 
 
-JOBS = {"peers": peers}
+def stock_peers(_model_path, folder):
+    """Servers without a layout and servers with `bf16`, in pairs, and a decode server with `fp4`."""
+    folder.mkdir()
+    package = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "stock_models", "PYTHONPATH": python_path(HERE)}
+    stock = prefill_server(folder, "stock", "auto", **package)
+    bf16 = prefill_server(folder, "bf16", "bf16")
+    to_bf16, to_stock, to_fp4 = (
+        decode_server(folder, f"to-{layout}", layout) for layout in ("bf16", "auto", "fp4")
+    )
+    answers = {}
+    for name, prefill, decode in (("bf16", stock, to_bf16), ("stock", bf16, to_stock)):
+        front = router(folder / f"router-{name}.log", prefill=[prefill], decode=[decode])
+        with running(prefill[0], decode), front:
+            answers[name] = [attempt(front, text) for text in PROMPTS[:2]]
+            if name == "bf16":
+                wrong = router(folder / "router-fp4.log", prefill=[prefill], decode=[to_fp4])
+                with to_fp4, wrong:
+                    answers["refused"] = attempt(wrong, PROMPTS[0])
+    answers["log"] = to_bf16.log.read_text(errors="replace")
+    return answers
+
+
+JOBS = {"peers": peers, "stock-peers": stock_peers}

@@ -133,3 +133,24 @@ def test_evaluation_of_a_checkpoint(record):
     assert damaged["same_top_token"] < 0.9
     assert all(len(result["hidden"]) == 5 for result in found["results"])
     assert "hidden numbers" in second
+
+
+@pytest.mark.engine("evaluated")
+def test_an_evaluation_that_was_killed(record):
+    """Linux kills it, and its servers' processes with it; scores are there, and not computed again."""
+    found = record("evaluated")["killed"]
+    assert (found["left"], found["family"] >= 4) == ([], True)
+    (before,) = found["results"]
+    after = record("evaluated")["results"][0]
+    assert before["hidden"] is None
+    assert {**after, "hidden": None} == before
+
+
+@pytest.mark.engine("evaluated")
+def test_windows_behind_stored_rows(record):
+    """In a pool of 12 pages, whose server would listen elsewhere and find no prefixes; and in one of 6."""
+    (status, _, results), small = record("evaluated")["pools"]
+    assert (status, results["prefix_tokens"], results["held_out_tokens_scored"]) == (0, 256, 5 * 255)
+    assert len(results["results"][0]["hidden"]) == 5
+    assert re.search(r"failed: ValueError: the server found \d+ of 256 stored tokens before", small[1])
+    assert (small[0], "goes on" in small[1], small[2]) == (1, False, False)

@@ -7,12 +7,12 @@ layout; another one is killed in the middle of traffic.
 import pytest
 from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, TOKENS, same
 
-pytestmark = pytest.mark.engine("peers", "mooncake")
+pytestmark = pytest.mark.engine("peers", "mooncake", "stock-peers")
 
 #: Of `fp4` on the device: 3 layers of rows of 416 bytes, without the host page's padding and checksum.
 FP4_PAGE_BYTES = 3 * PAGE_SIZE * 416
-#: The router tries five times, and the decode server holds each try for two seconds.
-ROUTER_TRIES, ANSWERED_SECONDS = 5, 60
+#: The router tries five times.
+ROUTER_TRIES, ANSWERED_SECONDS = 5, 10
 
 
 def of_one_server(record):
@@ -40,6 +40,24 @@ def test_a_prefill_server_of_another_layout_is_refused_within_seconds(record):
         assert "rows of layout fp8 (" in refused["body"]
         assert "Start both with the same --kv-cache-layout" in refused["body"]
         assert refused["seconds"] < ANSWERED_SECONDS
+
+
+def test_bf16_works_with_servers_without_a_layout(record):
+    """With SGLang's default arguments on both sides: such a server reports `auto` for bfloat16 rows."""
+    answers = record("stock-peers")
+    for pair in ("bf16", "stock"):
+        assert [found["status"] for found in answers[pair]] == [200, 200], answers[pair]
+    ids = [[found["answer"]["ids"] for found in answers[pair]] for pair in ("bf16", "stock")]
+    assert ids[0] == ids[1]
+
+
+def test_packed_rows_are_refused_to_servers_without_a_layout(record):
+    refused = record("stock-peers")["refused"]
+    assert refused["status"] == 500
+    assert (
+        "stores SGLang's own rows (auto), and this decode server stores rows of layout fp4" in refused["body"]
+    )
+    assert refused["seconds"] < ANSWERED_SECONDS
 
 
 def test_refused_requests_are_counted(record):

@@ -5,11 +5,10 @@ A4 is an item of the vLLM checklist of tests/connectors.
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from codec_oracle import ROW_BYTES, STORED
+from forks import without_folders
 from host_tier_servers import AGAIN, AGAIN_ARRANGEMENT, DEVICE_TOKENS, FIRST, LAYOUTS, PAGE_SIZE
 
 LAYERS, TOKENS = 3, 16384
@@ -65,9 +64,7 @@ def test_another_sglang_version_warns_and_serves(record):
     log = record("foreign")["log"]
     assert log.count("sgl-kvpool does nothing") == log.count("SGLang 0.6.1 is not a version") == 1
     # SGLang names the plugins it loads, and warnings name files, which may lie in a folder of our name.
-    stock = record("stock")["log"].replace("sgl-kvpool, dist=", "")
-    for folder in (sys.prefix, str(Path(__file__).resolve().parents[2])):
-        stock = stock.replace(folder, "")
+    stock = without_folders(record("stock")["log"].replace("sgl-kvpool, dist=", ""))
     assert "sgl-kvpool" not in stock
 
 

@@ -282,41 +282,6 @@ def test_a_graph_gives_what_eager_gives(layout, arrangement, mode):
     close(found, case.wanted(fresh_as_computed=False))
 
 
-def mha_form(q, k, v, bounds):
-    """Causal attention of each request over its own keys, `[tokens, heads, 128]`, in float64."""
-    outputs = []
-    for first, last in itertools.pairwise(bounds):
-        own = slice(first, last)
-        scores = torch.einsum("qhd,khd->hqk", q[own].double(), k[own].double()) * SCALE
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, v[own].double()))
-    return torch.cat(outputs).numpy()
-
-
-@pytest.mark.quick
-def test_prefill_in_the_mha_form_does_not_wait_for_the_gpu():
-    """SGLang's own updater reads lengths back, three times per batch."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    case = Case("fp4", [9, 140, 5, 73], [0, 0, 0, 0])
-    layer = RadixAttention(HEADS, 192, SCALE, HEADS, LAYER, v_head_dim=128)
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(227, HEADS, size, generator=generator).bfloat16() for size in (192, 192, 128))
-    batch = case.batch("EXTEND")
-    batch.spec_info = None
-    on_gpu = [x.to(DEVICE) for x in (q.view(227, -1), k, v)]
-    case.backend.init_forward_metadata(batch)  # FlashInfer compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        case.backend.init_forward_metadata(batch)
-        found = case.backend.forward_extend(*on_gpu, layer, batch, save_kv_cache=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    close(found.view(227, HEADS, 128), mha_form(q, k, v, [0, 9, 149, 154, 227]))
-
-
 @pytest.mark.quick
 def test_decode_does_not_wait_for_the_gpu():
     """A busy GPU must not hold up the host: no call of a step may synchronise."""

@@ -201,7 +201,7 @@ def test_rates_of_the_link(device):
 @pytest.mark.quick
 def test_batches_are_used_where_cuda_has_them():
     """From CUDA 12.8 on, of headers, runtime and driver (`has_batches` of csrc/cuda_steps.cuh)."""
-    nvcc = compiler._version(str(compiler._cuda_home() / "bin" / "nvcc"))
+    nvcc = compiler._version(str(compiler.cuda_toolkit()[0] / "bin" / "nvcc"))
     driver = ctypes.c_int()
     assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver)) == 0
     versions = {

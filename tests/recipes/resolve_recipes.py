@@ -95,7 +95,9 @@ def refusal(model: str, words: list[str]) -> str | None:
     from sglang.srt.server_args import prepare_server_args
 
     try:
-        prepare_server_args(["--model-path", model, "--device", "cuda", *words]).resolve_once()
+        server_args = prepare_server_args(["--model-path", model, "--device", "cuda", *words])
+        server_args.resolve_once()
+        server_args.check_server_args()
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, ImportError, SystemExit) as error:
         return " ".join(str(error).split()) or repr(error)
     return None

@@ -23,15 +23,17 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
 
 #: A machine with a GPU, torch and what tests need, without SGLang.
-ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
+ONLY_TORCH = Machine(
+    gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes", "triton", "tvm_ffi"})
+)
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
 
 
 def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     steps = first_light_steps(on_gpu=True)
     assert [step.name for step in steps] == [
-        *("tests-core", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "tiles-64", "codec-quick"),
-        "transfer-quick",
+        *("tests-core", "tiles-16", "tests-transfer", "attention-quick", "tiles-8", "tiles-32", "tiles-64"),
+        *("codec-quick", "transfer-quick"),
     ]
     assert [ONLY_TORCH.missing(step.needs) for step in steps] == [None] * len(steps)
     assert all(0 < step.expected_s < step.limit_s for step in steps)
@@ -117,11 +119,23 @@ def test_steps_that_fail_hang_or_are_missing(tmp_path):
 def test_steps_cut_off_or_skipped_for_time_are_run_the_next_time(tmp_path):
     slow = step("slow", "import time; time.sleep(600)")
     status, found = go(tmp_path, good("first"), slow, good("late"), minutes=6 / 60)  # on a busy machine too
-    assert status == 1
+    assert status == 3
+    assert "WRONG" not in (tmp_path / "first_light.txt").read_text()
     assert statuses(found) == {"first": "ok", "slow": "timed out", "late": "skipped"}
     status, found = go(tmp_path, good("first"), good("slow"), good("late"))
     assert (status, statuses(found)) == (0, dict.fromkeys(("first", "slow", "late"), "ok"))
     assert runs(tmp_path, "first") == 1
+
+
+def test_a_step_that_timed_out_is_wrong_by_what_it_measured(tmp_path):
+    found = Measurement("measured results", 0, "results", "fact")
+    for number, (one, status) in enumerate(((found, 3), (WRONG, 1))):
+        out = tmp_path / str(number)
+        slow = step("slow", measured(one) + "; import time; time.sleep(600)", limit_s=6.0)
+        assert go(out, good("first"), slow)[0] == status
+        text = (out / "first_light.txt").read_text()
+        assert "NOT KNOWN\n  slow timed out: ended at its limit of 6 s" in text
+        assert ("WRONG\n  slow timed out: ended at its limit of 6 s; wrong rows: 3" in text) == (one == WRONG)
 
 
 def test_a_step_that_was_cut_short_keeps_what_it_found_when_the_next_run_has_no_time(tmp_path):

@@ -17,7 +17,8 @@ from scripts.servers.steps import Options, all_steps, choose, first_light_steps
 EVERYTHING = Machine(
     gpus=("NVIDIA H100 80GB HBM3",) * 2, modules=frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True
 )
-ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
+NAMES = ("pytest", "numpy", "ml_dtypes", "triton", "tvm_ffi")
+ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset(NAMES))
 NO_GPU = Machine(modules=EVERYTHING.modules, has_plugin=True)
 CORE = ["tests-codec", "tests-mla_decode", "tests-transfer", "codec", "attention", "transfer"]
 

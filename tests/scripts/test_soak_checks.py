@@ -60,6 +60,7 @@ def test_nohup_keeps_it_from_a_hangup():
     [
         (["--minutes", "nan"], "argument --minutes: nan is not a finite number above 0"),
         (["--server-args", "--x 'y"], '--server-args "--x \'y": No closing quotation'),
+        (["--server-args=--admin-api-key=x"], "--server-args has a secret, which report and logs would keep"),
         (["--json", "/"], "--json '/': Is a directory; name another"),
         (["--out", "/proc/x"], "--out '/proc/x': No such file or directory; name another"),
         (["--model", "/no/such/model"], "does not exist"),

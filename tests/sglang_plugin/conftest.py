@@ -119,6 +119,7 @@ def resolve(monkeypatch):
         args = ["--model-path", model, "--device", device, "--mem-fraction-static", "0.3", *argv]
         server_args = prepare_server_args(args)
         server_args.resolve_once()
+        server_args.check_server_args()
         return server_args
 
     yield run

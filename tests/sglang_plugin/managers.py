@@ -20,7 +20,7 @@ PAIRS = [(LAYOUTS[i], LAYOUTS[(i + n) % len(LAYOUTS)]) for n in (0, 1) for i in 
 #: The string of each layout, fixed byte for byte because servers of other releases read it.
 STRINGS = {
     **{name: f"bfloat16+kvpool:{name}-r512-p64-b{size}-v1" for name, size in ROW_BYTES.items()},
-    "bf16": "bfloat16",
+    "bf16": "auto",
     "fp8": "fp8_e4m3+kvpool:fp8-r512-p64-b576-v1",
     "fp8_block_scale": "bfloat16+kvpool:fp8_block_scale-r512-p64-b656-v1",
     "fp4": "bfloat16+kvpool:fp4-r512-p64-b416-v1",
@@ -91,7 +91,7 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
 
     def build(
         mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None, rank=0,
-        manager=CommonKVManager, **sizes,
+        manager=CommonKVManager, model_dtype=torch.bfloat16, **sizes,
     ):  # fmt: skip
         classes[KVClassType.MANAGER] = manager
         model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
@@ -110,9 +110,10 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
         if layout == "as the pool":
             layout = pool.kv_cache_layout.value
         setattr(args, LAYOUT.attribute, layout)  # as in a record from the launcher
-        shown = (
-            {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype] if says_dtype else None
-        )
+        args._model_config = SimpleNamespace(dtype=model_dtype)
+        shown = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype]
+        if layout is None and shown == "bfloat16" and not pool.use_dsa:
+            shown = args.kv_cache_dtype  # SGLang does not resolve the argument of a dense server
         queue = object.__new__(queues[mode])
         vars(queue).update(
             transfer_backend=TransferBackend.MOONCAKE, tp_rank=rank, pp_rank=0, is_mla_backend=True,
@@ -120,7 +121,9 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
             metadata_buffers=MetadataBuffers(4, 16, torch.float32, 0),
             scheduler=SimpleNamespace(
                 rust_server=None, server_args=args, enable_hisparse=False,
-                tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str=shown)),
+                tp_worker=SimpleNamespace(
+                    model_runner=SimpleNamespace(kv_cache_dtype_str=shown if says_dtype else None)
+                ),
                 model_config=model,
             ),
         )  # fmt: skip

@@ -101,6 +101,16 @@ mla cuda fp4 TIER --hicache-mem-layout layer_first
   --hicache-mem-layout layer_first does not work with .*layout fp4.*use one of: page_first, page_first_direct$
 mla cpu fp4 TIER --hicache-io-backend kernel_ascend
   --hicache-io-backend kernel_ascend does not work with --kv-cache-layout fp4.*use one of: kernel, direct$
+mla cuda fp4 TIER --chunked-prefill-size 1000
+  --chunked-prefill-size gives a rank 1000 tokens, .* pages of 64 .*; use --chunked-prefill-size 960$
+mla cpu fp4 --page-size 128 --chunked-prefill-size 100
+  --chunked-prefill-size gives a rank 100 tokens, .* pages of 128 .*; use --chunked-prefill-size 128$
+mla cuda bf16 TIER --chunked-prefill-size 1000 --tp-size 4 --attn-dp-size 2
+  --chunked-prefill-size gives a rank 500 tokens, .* pages of 64 .*; use --chunked-prefill-size 896$
+kda cuda fp4 TIER --chunked-prefill-size 1000 --mamba-track-interval 96
+  --chunked-prefill-size gives a rank 1000 tokens, .* pages of 32 .*; use --chunked-prefill-size 992$
+dsa cuda fp4 --chunked-prefill-size 96
+  --chunked-prefill-size gives a rank 96 tokens, .* pages of 64 .*; use --chunked-prefill-size 64$
 mla cuda fp4 --hicache-storage-backend file
   --hicache-storage-backend file does nothing without --enable-hierarchical-cache
 dsa cuda fp4 TIER --kv-host-sharing node --tp-size 2
@@ -109,7 +119,6 @@ dsa cuda fp4 TIER --kv-host-sharing node --tp-size 2
 #: The same for features: their arguments come first, and the message begins with them.
 FEATURES = """
 mla cuda fp4 --enable-unified-memory
-mla cpu fp4 --enable-hisparse
 mla cpu fp4 --enable-unified-cache-external-linker
 mla cuda fp4 --enable-lmcache
 mla cpu fp8_block_scale --enable-flexkv
@@ -117,7 +126,7 @@ mla cpu fp8_block_scale --radix-cache-backend other
 mla cpu fp4 --use-ray
 mla cpu fp4 --disaggregation-decode-host-receive-threshold 0.5 --disaggregation-mode decode
 mla cpu fp4 --disaggregation-decode-retraction-backup host_pool --disaggregation-mode decode
-dsa cuda fp4 --enable-hisparse
+dsa cuda fp4 --enable-hisparse --disable-radix-cache
 dsa cuda fp4 --enable-torch-compile
 """
 DCP = r"""

@@ -27,6 +27,8 @@ def built(published, arranged, monkeypatch):
         other=None,
         layout="bf16",
         draft_backend=None,
+        tokens=12,
+        page_size=4,
     ):
         monkeypatch.setattr(runtime_context, "attention_backends", lambda: backends)
         spec = SimpleNamespace(speculative_draft_attention_backend=draft_backend)
@@ -43,7 +45,7 @@ def built(published, arranged, monkeypatch):
             lambda self, *, kind, default: default, kvc, kind="mla", default=MLATokenToKVPool
         )
         changed = {"options": replace(bound.keywords["options"], arrangement=other)} if other else {}
-        pool = bound(12, 4, torch.bfloat16, 512, 64, 3, "cpu", False, **changed)
+        pool = bound(tokens, page_size, torch.bfloat16, 512, 64, 3, "cpu", False, **changed)
         lines = []
         # Not caplog: SGLang replaces all log handlers when it resolves arguments.
         monkeypatch.setattr(pools.logger, "info", lambda text, *values: lines.append(text % values))
@@ -52,6 +54,18 @@ def built(published, arranged, monkeypatch):
         return pool, line
 
     return build
+
+
+def test_a_pool_whose_longest_prompts_would_wait(built, monkeypatch):
+    """test_budget.py has the bounds; a draft's pool is as large as the target's."""
+    from sgl_kvpool.sglang_plugin.hooks import pools
+
+    said = []
+    monkeypatch.setattr(pools.logger, "warning", lambda text, *values: said.append(text % values))
+    for draft in (False, True):
+        built("auto", draft=draft, tokens=1024, page_size=64)
+    assert len(said) == 1
+    assert said[0].startswith("sgl-kvpool: a prompt of 960 tokens or more would wait for ever, and later")
 
 
 def test_drafts_keep_layer_major(built):

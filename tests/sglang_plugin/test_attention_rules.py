@@ -4,11 +4,13 @@ Most tests go through SGLang's own resolution. It also resolves arguments for CU
 if it does not query the device.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
 from codec_oracle import LAYOUTS
 
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.hooks import server_args
 from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_ALGORITHMS
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES
@@ -27,6 +29,30 @@ def serve(serve):
 
 def phases(prefill, decode):
     return ("--prefill-attention-backend", prefill, "--decode-attention-backend", decode)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    ("model", "layout", "argv", "subject"),
+    [
+        *(("mla", layout, (), "attention backend kvpool_mla") for layout in LAYOUTS[1:]),
+        ("mla", "bf16", (), None),
+        ("mla", "bf16", phases("triton", OURS), "attention backend kvpool_mla"),
+        ("kda", "fp4", (), "attention backend kvpool_mla"),
+        ("dsa", "fp4", (), "--kv-cache-layout fp4"),
+        ("dsa", "bf16", (), None),
+    ],
+)
+def test_our_kernels_need_hopper(resolve, checkpoints, model, layout, argv, subject, capability):
+    """Dense, hybrid and sparse models have one rule, at start; SGLang's own backends read bf16 anywhere."""
+    words = (checkpoints[model], "--kv-cache-layout", layout, *argv)
+    if subject is None or capability >= (9, 0):
+        resolve(*words, device="cuda", capability=capability)
+        return
+    found = ".".join(map(str, capability))
+    needs = f"{subject} needs a Hopper GPU (compute capability 9.0), and this one has {found}; "
+    with pytest.raises(Refusal, match=f"^{re.escape(needs)}.*bf16"):
+        resolve(*words, device="cuda", capability=capability)
 
 
 # -------------------------------------------------------------------- choice of the backend

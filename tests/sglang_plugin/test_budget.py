@@ -44,6 +44,39 @@ def test_tokens_agree_with_hand_arithmetic(configurator, layout, server, token_b
     assert sizes.max_total_num_tokens == wanted
 
 
+@pytest.mark.parametrize(
+    ("page_size", "tokens", "context", "shortest"),
+    [
+        (64, 1024, 4096, 960),  # SGLang accepts prompts of 1017
+        (64, 4153, 4096, 4089),
+        (64, 4154, 4096, None),  # and here of 4089
+        (1, 1024, 4096, None),
+        (7, 700, 4096, 693),
+    ],
+)
+def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size, tokens, context, shortest):
+    """With the bounds of `TpModelWorker` and `validate_input_length`, and those of `PrefillBudget`."""
+    from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+    from sgl_kvpool.sglang_plugin.hooks import pools
+
+    said = []
+    monkeypatch.setattr(pools.logger, "warning", lambda text, *values: said.append((text % values).split()))
+    pool = SimpleNamespace(size=tokens, page_size=page_size, slots_per_row=1)
+    pools._warn_of_prompts_that_wait(pool, context)
+    allocator = SimpleNamespace(page_size=page_size, available_size=lambda: tokens)
+    tree = SimpleNamespace(supports_mamba=lambda: False, evictable_size=lambda: 0)
+    others = {"max_new_tokens": 0, "input_tokens": 0, "swa_host_hit_length": 0, "chunk_limit": None}
+
+    def waits(prompt):
+        sizes = {"extend_input_len": prompt, "total_tokens": prompt + page_size}
+        return not PrefillBudget(allocator, tree).check_prefill(**sizes, **others)[0]
+
+    first = [prompt for prompt in range(1, min(context, tokens) - 1 - 5) if waits(prompt)][:1]
+    assert first == ([] if shortest is None else [shortest])
+    assert [(words[4], words[-1]) for words in said] == [(str(prompt), str(prompt)) for prompt in first]
+
+
 def test_k_scales_come_from_attn_mqa_once():
     from sglang.srt.layers.radix_attention import RadixAttention
 

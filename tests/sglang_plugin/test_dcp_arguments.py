@@ -30,13 +30,25 @@ def test_host_tiers(resolved, capfd, store):
     ("argv", "message"),
     [
         (["--rl-on-policy-target", "fsdp"], "--dcp-size 2 .* fp4 and --enable-deterministic-inference: "),
-        (["--dcp-size", "3"], "--dcp-size 3 does not divide the 4 of 4 .*; give a divisor of 4"),
-        (["--attn-dp-size", "4"], "--dcp-size 2 does not divide the 1 of 4 .*; give a divisor of 1"),
+        (["--dcp-size", "3"], "--dcp-size 3 does not divide 4 attention ranks; give a divisor of 4"),
+        (["--attn-dp-size", "4"], "--dcp-size 2 does not divide 1 attention ranks; give a divisor of 1"),
     ],
 )
 def test_servers_that_do_not_fit_are_refused(resolved, argv, message):
     with pytest.raises(ValueError, match=message):
         resolved("fp4", *argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--attn-dp-size", "3"], ["--dp-size", "3", "--enable-dp-attention"], ["--attn-dp-size", "8"]]
+)
+@pytest.mark.parametrize("model", ["mla", "dsa", "kda"])
+def test_unequal_groups_of_ranks_are_refused(serve, model, argv):
+    """SGLang asserts it without a text."""
+    count = argv[1]
+    text = f"^--attn-dp-size {count} does not divide 4 tensor-parallel ranks; give a divisor of 4$"
+    with pytest.raises(ValueError, match=text):
+        serve(model, "bf16", "--tp-size", "4", *argv)
 
 
 def test_prefill_from_stored_rows_is_refused(resolved, monkeypatch):

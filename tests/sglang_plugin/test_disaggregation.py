@@ -30,7 +30,7 @@ def test_the_rows_are_in_what_peers_compare(manager_of, mode, layout):
     assert manager.kv_cache_dtype_str == manager.kv_args.kv_cache_dtype_str == STRINGS[layout]
     # The signature is part of the checksums of --disaggregation-enable-kv-checksum.
     signature = kv_layout_signature(manager.kv_args)
-    manager.kv_args.kv_cache_dtype_str = SHOWN[layout]
+    manager.kv_args.kv_cache_dtype_str = {**SHOWN, "bf16": "auto"}[layout]
     assert (kv_layout_signature(manager.kv_args) == signature) == (layout == "bf16")
 
 
@@ -43,15 +43,16 @@ def test_all_pairs_of_layouts(manager_of, bootstrap, prefill, decode):
         assert peer.prefill_info_table[bootstrap].kv_cache_dtype == STRINGS[prefill]
         return
     named = [
-        f"rows of layout {x} ({STRINGS[x]})" if x != "bf16" else "SGLang's own rows (bfloat16)"
+        f"rows of layout {x} ({STRINGS[x]})" if x != "bf16" else "SGLang's own rows (auto)"
         for x in (prefill, decode)
     ]
     with pytest.raises(RuntimeError) as error:
         peer.try_ensure_parallel_info(bootstrap)
     assert str(error.value) == (
         f"KV cache layout mismatch: the prefill server at {bootstrap} stores {named[0]}, and this decode "
-        f"server stores {named[1]}. Start both with the same --kv-cache-layout; bf16 also works with servers "
-        "that do not have sgl-kvpool."
+        f"server stores {named[1]}. Start both with the same --kv-cache-layout, model, checkpoint, draft "
+        "model (--speculative-algorithm) and release of sgl-kvpool; bf16 also works with servers that do not "
+        "have it."
     )
     assert bootstrap not in peer.prefill_info_table
 
@@ -64,7 +65,7 @@ def unhooked(peer, bootstrap):
 @pytest.mark.parametrize("layout", NARROW)
 def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
     manager_of("prefill", device_pool("bf16"), layout=None)
-    text = rf"stores SGLang's own rows \(bfloat16\), and this decode server stores rows of layout {layout} \("
+    text = rf"stores SGLang's own rows \(auto\), and this decode server stores rows of layout {layout} \("
     with pytest.raises(RuntimeError, match=text):
         manager_of("decode", pool_of(layout)).try_ensure_parallel_info(bootstrap)
 
@@ -77,7 +78,7 @@ def test_a_peer_that_says_nothing_of_its_rows(manager_of, bootstrap, layout):
     if layout == "bf16":
         assert peer.try_ensure_parallel_info(bootstrap)
         return
-    text = f"does not report what rows .* decode server stores rows of layout {layout} .*--kv-cache-layout"
+    text = f"stores rows that it does not report, .* stores rows of layout {layout} .*--kv-cache-layout"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=text):
             peer.try_ensure_parallel_info(bootstrap)
@@ -92,19 +93,43 @@ def test_bf16_interoperates_with_stock(manager_of, bootstrap, sides):
     assert peer.try_ensure_parallel_info(bootstrap)
 
 
+@pytest.mark.parametrize(
+    ("layout", "prefill", "decode", "fits"),
+    [
+        *((layout, dtype, "auto", True) for layout in (None, "bf16") for dtype in ("bfloat16", "bf16")),
+        (None, "bf16", "bf16", True),
+        (None, "auto", "bfloat16", False),  # as between servers of SGLang; the error names the argument
+        (None, "auto", "float16", False),  # a float16 model, whose rows `auto` would be
+    ],
+)
+def test_names_of_bf16_rows(manager_of, bootstrap, layout, prefill, decode, fits):
+    manager_of("prefill", pool_of("bf16"), layout=layout, kv_cache_dtype=prefill)
+    of_model = {"model_dtype": torch.float16} if decode == "float16" else {"kv_cache_dtype": decode}
+    peer = manager_of("decode", pool_of("bf16"), **of_model)
+    if fits:
+        assert peer.try_ensure_parallel_info(bootstrap)
+    else:
+        with pytest.raises(
+            RuntimeError, match="has kv_cache_dtype=bfloat16.*must use the same --kv-cache-dtype"
+        ):
+            peer.try_ensure_parallel_info(bootstrap)
+
+
 def test_another_version_of_the_rows_is_refused(manager_of, bootstrap, monkeypatch):
     from sgl_kvpool import layout
 
     with monkeypatch.context() as other:
         other.setattr(layout, "FORMAT_VERSION", layout.FORMAT_VERSION + 1)
         manager_of("prefill", pool_of("fp4"))
-    with pytest.raises(RuntimeError, match=r"b416-v2\), and this.*b416-v1\)\. Serve the same.*release of"):
+    with pytest.raises(
+        RuntimeError, match=r"b416-v2\), and this.*b416-v1\)\. Start both with the same.*release of"
+    ):
         manager_of("decode", pool_of("fp4")).try_ensure_parallel_info(bootstrap)
 
 
 def test_another_geometry_is_refused(manager_of, bootstrap):
     manager_of("prefill", pool_of("fp4", kv_lora_rank=256))
-    with pytest.raises(RuntimeError, match=r"fp4-r256-p64-.*fp4-r512-p64-.*Serve the same model"):
+    with pytest.raises(RuntimeError, match=r"fp4-r256-p64-.*fp4-r512-p64-.*Start both with the same .*model"):
         manager_of("decode", pool_of("fp4")).try_ensure_parallel_info(bootstrap)
 
 
@@ -119,7 +144,9 @@ def test_k_scales_are_compared(manager_of, bootstrap, prefill, decode, equal):
     if equal:
         assert peer.try_ensure_parallel_info(bootstrap)
         return
-    with pytest.raises(RuntimeError, match=r"b576-v1-k[0-9a-f]{8}\).*Serve the same model and checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=r"b576-v1-k[0-9a-f]{8}\).*Start both with the same .*model, checkpoint"
+    ):
         peer.try_ensure_parallel_info(bootstrap)
 
 
@@ -158,7 +185,7 @@ def test_a_draft_of_one_server_only_is_refused(manager_of, bootstrap, layout, wi
         theirs = peer.kv_args.kv_data_ptrs
         sources, targets, _ = sends.get_mla_kv_ptrs_with_pp(sends.kv_args.kv_data_ptrs, theirs)
         assert (sources[-1], targets[-1]) == (drafts["prefill"].get_contiguous_buf_infos()[0][0], theirs[-1])
-    with pytest.raises(RuntimeError, match=r"-v1\+draft\).*with the same draft model \(--speculative-algo"):
+    with pytest.raises(RuntimeError, match=r"-v1\+draft\).*draft model \(--speculative-algo"):
         peer.try_ensure_parallel_info(bootstrap)
 
 

@@ -7,7 +7,11 @@ from pools import DSA_PAGE as PAGE
 from pools import INDEX_PAGE_BYTES, LAYERS, dsa_pool, dsa_row_bytes
 
 #: For sparse models SGLang sees scaled rows with another dtype than for dense ones; raw rows keep theirs.
-DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
+DSA_STRINGS = {
+    **STRINGS,
+    "bf16": "bfloat16",
+    "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1",
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""Commands and numbers of the pages: SGLang accepts the server commands, byte counts are those of the rows.
+"""Commands of the pages: SGLang accepts the server commands.
 
 Every `sglang serve` of a fenced block is resolved with a small model's configuration, with
 this machine's answers changed to those of a Hopper GPU. This shows only that the arguments exist and are
@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 from fences import blocks
 
-from sgl_kvpool.layout import MLAKVCacheLayout
-
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 #: The checkpoint used for MODEL, for sections of models other than dense MLA.
 MODELS = {"Sparse attention": "dsa", "Hybrid models": "kda"}
-TRANSFER = (ROOT / "docs" / "transfer.md").read_text()
 
 
 def commands():
@@ -70,31 +67,3 @@ def test_mooncakes_environment(monkeypatch):
     wanted = {"master_server_address": "10.0.0.9:50051", "protocol": "rdma", "device_name": ""}
     wanted |= {"global_segment_size": 0, "metadata_server": "P2PHANDSHAKE", "local_hostname": "10.0.0.1"}
     assert MooncakeStoreConfig.load_from_env() == MooncakeStoreConfig.load_from_extra_config(wanted)
-
-
-# -------------------------------------------------------------------- bytes
-
-
-def lines_of(name):
-    """Cells of the table between the two comments of this name, by layout."""
-    table = TRANSFER.split(f"<!-- {name} -->")[1].split(f"<!-- end of {name} -->")[0]
-    rows = [line.strip("|").split("|") for line in table.split("\n") if line.startswith("| `")]
-    return {cells[0].strip().strip("`"): [cell.strip() for cell in cells[1:]] for cells in rows}
-
-
-def row_bytes(layout, *, is_dsa=False):
-    return MLAKVCacheLayout(layout).pool_row_format(512, 64, is_dsa=is_dsa).row_bytes
-
-
-#: SGLang's index keys: 128 e4m3 values and a float32 scale.
-INDEX_KEY_BYTES = 128 + 4
-
-
-@pytest.mark.parametrize("layout", MLAKVCacheLayout)
-def test_bytes_per_token(layout):
-    row = row_bytes(layout)
-    sparse = 61 * (row_bytes(layout, is_dsa=True) + INDEX_KEY_BYTES)
-    token = 61 * row
-    expected = [token, 62 * row, sparse, 7 * row]
-    expected += [f"{131072 * token / 1e9:.2f}", f"{1e12 / token / 1e6:.1f}"]
-    assert lines_of("bytes per token")[layout.value] == [str(cell) for cell in expected]

@@ -63,12 +63,6 @@ def test_blackwell_would_store_other_rows(serve):
         serve("fp8_block_scale", capability=(10, 0))
 
 
-def test_our_kernel_is_for_hopper(serve):
-    text = "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout"
-    with pytest.raises(ValueError, match=text):
-        serve("fp4", capability=(8, 9))
-
-
 def test_rows_that_prefill_does_not_read(serve, monkeypatch):
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="PREFILL_READS_ROWS=1 does nothing for .* dsa; leave it out"):

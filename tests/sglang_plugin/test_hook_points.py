@@ -173,6 +173,22 @@ def test_without_a_visible_request_the_argument_stays_unknown(run, breakage):
     assert run(code).stdout == "False\n"
 
 
+@pytest.mark.parametrize("has_launcher", [True, False])
+def test_a_refusal_that_is_not_utf8_ends_a_scheduler_with_its_text(run_in_scheduler, tmp_path, has_launcher):
+    """Names of folders need not be UTF-8, and the locale's encoding need not be UTF-8 either."""
+    code = (
+        "import sys; from sgl_kvpool.refusal import Refusal; from sgl_kvpool.sglang_plugin import startup\n"
+        "sys.stderr.reconfigure(errors='strict')\n"
+        "with startup.ending_when_refused(): raise Refusal('folder /\\udcff/\\xe9')"
+    )
+    left = tmp_path / "refusal"
+    told = {"_KVPOOL_CHILD_REFUSAL": str(left)} if has_launcher else {}
+    done = run_in_scheduler(code, **told, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 1
+    text = left.read_text(encoding="utf-8") if has_launcher else done.stderr.splitlines()[-1]
+    assert text.endswith("folder /\\udcff/\xe9")
+
+
 def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_path):
     """A refusal at plugin load goes to the file, like one at construction; no launcher reads it here."""
     left = tmp_path / "refusal"
@@ -180,7 +196,7 @@ def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_pa
     done = run_in_scheduler(WITHOUT_POINT, **told)
     assert (done.returncode, done.stdout) == (1, "")
     assert "_resolve_kv_pool_class: not there" in left.read_text()
-    assert "sgl-kvpool" not in done.stderr
+    assert "sgl-kvpool" not in forks.without_folders(done.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["refusal"]
 
 

@@ -52,6 +52,13 @@ def test_auto_shares_where_ranks_hold_the_same_rows(arranged):
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, "--kv-host-sharing", "node")) == "node"
 
 
+def test_only_sharing_that_auto_chose_may_be_left_out_later(arranged):
+    from sgl_kvpool.sglang_plugin.options import host_tier_of
+
+    for asked, may in ((), True), (("--kv-host-sharing", "node"), False):
+        assert host_tier_of(arranged(None, HICACHE, *TWO_RANKS, *asked)).may_unshare == may
+
+
 def test_ranks_of_attention_data_parallelism_hold_other_rows(arranged):
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, "--attn-dp-size", "2")) == "rank"
     four = ("--tp-size", "4", "--attn-dp-size", "2")

@@ -23,6 +23,34 @@ def test_every_layout_and_arrangement_on_the_cpu(arranged, layout, arrangement):
     assert (found.hicache_mem_layout, found.hicache_io_backend) == ("page_first", "kernel")
 
 
+@pytest.mark.parametrize("sharing", [(), ("--kv-host-sharing", "rank")])
+@pytest.mark.parametrize("store", ["file", "mooncake"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"secret": ', "JSONDecodeError: Expecting value: line 1"),
+        ('["secret"]', "TypeError: "),
+        ('{"prefetch_threshold": "secret"}', "ValueError: prefetch_threshold must be int, got str"),
+        ("@nowhere.json", "FileNotFoundError: .*nowhere.json"),
+        ("@store.yaml", "ScannerError: "),
+    ],
+)
+def test_a_stores_configuration_that_sglang_cannot_read(
+    arranged, tmp_path, monkeypatch, text, reason, store, sharing
+):
+    """The schedulers would end with it. Its values, which may be keys, are not shown."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "store.yaml").write_text("key: 'secret")
+    given = ("--hicache-storage-backend", store, "--hicache-storage-backend-extra-config", text)
+    flag = "--hicache-storage-backend-extra-config cannot be read"
+    with pytest.raises(
+        ValueError, match=rf"(?s)^{flag} \({reason}.*; give a JSON object, or @ and"
+    ) as refused:
+        arranged(None, HICACHE, *given, *sharing)
+    assert "secret" not in str(refused.value)
+    assert arranged(None, HICACHE, *given[2:])  # SGLang reads it with a store only
+
+
 def test_without_a_host_tier_or_without_a_layout_the_page_size_is_sglangs(arranged, resolve, checkpoints):
     assert view(arranged(None)).page_size == 1
     assert view(resolve(checkpoints["mla"], HICACHE)).page_size == 1

@@ -1,17 +1,18 @@
 """Requests of a prefill server with other rows, through SGLang's queue, receivers and sockets."""
 
+import asyncio
 import json
+import logging
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
-from weakref import WeakSet
 
 import pytest
 from managers import STRINGS, pool_of
 
-from sgl_kvpool.sglang_plugin.hooks import peer_mismatch
+from sgl_kvpool.sglang_plugin.hooks import disaggregation, peer_mismatch
 
 
 class Decode:
@@ -40,8 +41,23 @@ class Decode:
         Receiver.__abstractmethods__ = frozenset()
         return SimpleNamespace(kv_receiver=Receiver(self.queue.kv_manager, address, room))
 
-    def ensure(self, **requests):
-        return self.queue._ensure_prefill_info({address: list(some) for address, some in requests.items()})
+    def ensure(self, requests):
+        """One call of the scheduler, which waits for no peer."""
+        began = time.monotonic()
+        found = self.queue._ensure_prefill_info({address: list(some) for address, some in requests.items()})
+        assert time.monotonic() - began < 0.5
+        return found
+
+    def settled(self, requests, seconds=8):
+        """Addresses whose requests go on, after the requests of the others have failed."""
+        ready, until = {}, time.monotonic() + seconds
+        while requests:
+            assert time.monotonic() < until
+            fit, rest = self.ensure(requests)
+            ready.update(fit)
+            requests = {a: left for a, some in requests.items() if (left := [r for r in some if r in rest])}
+            time.sleep(0.02)
+        return set(ready)
 
 
 def told(manager, *rooms, seconds=5):
@@ -56,45 +72,62 @@ def told(manager, *rooms, seconds=5):
     return found
 
 
+def failure(request):
+    """The text with which SGLang fails a request."""
+    from sglang.srt.disaggregation.common.conn import KVTransferError
+
+    with pytest.raises(KVTransferError) as error:
+        request.kv_receiver.failure_exception()
+    assert not error.value.is_from_another_rank
+    return error.value.failure_reason
+
+
+def logged(caplog):
+    """What SGLang and we have logged; asyncio complains of bootstrap servers of tests before."""
+    return [record.getMessage() for record in caplog.records if record.name != "asyncio"]
+
+
 @pytest.fixture(autouse=True)
-def _no_other_notifiers(monkeypatch):
-    """Threads of earlier tests run for ten seconds, and only some may run at a time."""
-    monkeypatch.setattr(peer_mismatch, "_notifiers", WeakSet())
+def _no_other_peers(monkeypatch):
+    monkeypatch.setattr(peer_mismatch, "_peers", {})
 
 
 @pytest.fixture
-def slow_peer():
-    """`slow_peer(manager, seconds, **fields)`: address of a prefill server that answers lookups that slowly.
+def peer():
+    """`peer(manager, **fields)`: address of a prefill server like `manager`'s but for `fields`, ranks asked.
 
-    Every rank has the address of `manager`. Returns the address and the list of ranks that were looked up.
+    `drip` and `ranks_drip` are seconds before each byte of an answer about all ranks, and about one.
     """
     servers = []
 
-    def start(manager, seconds, **fields):
+    def start(manager, drip=0.0, ranks_drip=0.0, body=None, **fields):
         asked = []
-        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, **fields}
         described = {
-            **sizes, "page_size": manager.kv_args.page_size, "follow_bootstrap_room": True,
-            "kv_cache_dtype": fields.get("kv_cache_dtype", manager.kv_cache_dtype_str),
+            **dict.fromkeys(disaggregation._SIZES, 1), "page_size": manager.kv_args.page_size,
+            "follow_bootstrap_room": True, "kv_cache_dtype": manager.kv_cache_dtype_str, **fields,
         }  # fmt: skip
-
         here = {"rank_ip": manager.local_ip, "rank_port": manager.rank_port}
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                query = parse_qs(urlsplit(self.path).query)
-                rank = tuple(int(value) for (value,) in query.values())
+                rank = tuple(int(value) for (value,) in parse_qs(urlsplit(self.path).query).values())
                 asked.append(rank)
-                time.sleep(seconds)
-                found = described if min(rank) < 0 else here
+                answer, seconds = (described, drip) if min(rank) < 0 else (here, ranks_drip)
+                text = (json.dumps(answer) if body is None or answer is here else body).encode()
                 self.send_response(200)
                 self.end_headers()
-                self.wfile.write(json.dumps(found).encode())
+                try:
+                    for part in [text[n : n + 1] for n in range(len(text))] if seconds else [text]:
+                        time.sleep(seconds)
+                        self.wfile.write(part)
+                except OSError:
+                    pass  # the decode server has hung up
 
             def log_message(self, *_):
                 pass
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers[-1].daemon_threads, servers[-1].block_on_close = True, False
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return f"127.0.0.1:{servers[-1].server_port}", asked
 
@@ -112,164 +145,120 @@ def counted(monkeypatch):
     return found
 
 
-def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
-    manager_of, bootstrap, monkeypatch, counted
-):
+@pytest.fixture
+def pair(manager_of):
+    """A prefill server of other rows, and a decode server."""
+    return manager_of("prefill", pool_of("fp8")), Decode(manager_of("decode", pool_of("fp4")))
+
+
+def test_a_request_fails_and_its_prefill_server_is_told(pair, bootstrap, counted):
     from sglang.srt.disaggregation.base.conn import KVPoll
-    from sglang.srt.disaggregation.common.conn import KVTransferError
 
-    now = 1000.0
-    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
-    monkeypatch.setattr(peer_mismatch, "time", clock)
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
+    prefill, decode = pair
     one, two = (decode.request(bootstrap, room) for room in (71, 72))
-    assert decode.ensure(**{bootstrap: [one]}) == ({}, [one])
-    assert set(told(prefill, 71)) == {71}
-    # A later request is announced too, and both again at every interval.
-    assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [one, two])
-    assert set(told(prefill, 72)) <= {71, 72}
-    assert told(prefill, 71, 72, seconds=1).count(71) == 1
-
-    now = 1000.0 + peer_mismatch._HELD_SECONDS
-    assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [])
-    told(prefill, seconds=2 * peer_mismatch._TOLD_EVERY_SECONDS)  # what is on its way
-    assert told(prefill, seconds=3 * peer_mismatch._TOLD_EVERY_SECONDS) == []
+    began = time.monotonic()
+    assert decode.settled({bootstrap: [one]}) == set()
+    assert time.monotonic() - began >= peer_mismatch._HELD_SECONDS
+    # The mismatch is remembered: a later request fails at once.
+    assert decode.ensure({bootstrap: [two]}) == ({}, [])
+    found = told(prefill, seconds=peer_mismatch._TOLD_TIMES * peer_mismatch._TOLD_EVERY_SECONDS + 1)
+    assert found.count(71) == found.count(72) == peer_mismatch._TOLD_TIMES
     for request in (one, two):
         assert request.kv_receiver.conclude_state == KVPoll.Failed
-        with pytest.raises(
-            KVTransferError, match=r"KV cache layout mismatch: .* stores rows of layout fp8 \("
-        ):
-            request.kv_receiver.failure_exception()
+        assert "KV cache layout mismatch: " in (text := failure(request))
+        assert " stores rows of layout fp8 (" in text
     # Each request is counted once, however often its prefill server was told.
-    assert [(kind, what.split(":")[0]) for kind, what in counted] == [
-        ("peer_mismatch", "room 71"),
-        ("peer_mismatch", "room 72"),
-    ]
+    assert [(kind, what[:8]) for kind, what in counted] == [("peer_mismatch", f"room {n}:") for n in (71, 72)]
 
 
-def test_a_request_that_another_rank_fails_has_the_text(manager_of, bootstrap, counted):
-    """Each rank times a held request by its own clock; the first to fail it makes SGLang fail it on all."""
-    from sglang.srt.disaggregation.common.conn import KVTransferError
-
-    manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
+def test_a_request_that_another_rank_fails_has_the_text(pair, bootstrap, counted):
+    """Ranks of a decode server hear of a mismatch one by one; the first to fail a request fails it on all."""
+    _, decode = pair
     request = decode.request(bootstrap, 71)
-    assert decode.ensure(**{bootstrap: [request]}) == ({}, [request])
-    with pytest.raises(KVTransferError, match="KV cache layout mismatch: ") as error:
-        request.kv_receiver.failure_exception()
-    assert not error.value.is_from_another_rank
+    until = time.monotonic() + peer_mismatch._HELD_SECONDS / 2
+    while time.monotonic() < until:
+        assert decode.ensure({bootstrap: [request]}) == ({}, [request])
+    assert failure(request).startswith("KV cache layout mismatch: ")
 
 
-def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
-    manager_of, bootstrap, monkeypatch, counted
-):
-    """Otherwise requests of the next ten seconds would fail without a message to their prefill server."""
-    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    with monkeypatch.context() as patched:
-        patched.setattr(CommonKVReceiver, "_get_bootstrap_info_from_server", lambda *_: None)
-        silent = decode.request(bootstrap, 71)
-        decode.ensure(**{bootstrap: [silent]})
-        (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
-        mismatch.notifier.join(5)
-    request = decode.request(bootstrap, 72)
-    assert decode.ensure(**{bootstrap: [silent, request]}) == ({}, [silent, request])
-    assert set(told(prefill, 72)) == {72}
+@pytest.mark.parametrize(("by_room", "ranks"), [(True, [71 % 4]), (False, [0, 1, 2, 3])])
+def test_one_rank_of_each_group_that_may_have_a_request_is_told(pair, peer, counted, by_room, ranks):
+    """SGLang's prefill server fails a request on all attention ranks and stages if the first one fails it."""
+    prefill, decode = pair
+    address, asked = peer(prefill, dp_size=4, attn_tp_size=8, pp_size=2, follow_bootstrap_room=by_room)
+    assert decode.settled({address: [decode.request(address, 71)]}) == set()
+    assert told(prefill, 71, seconds=0.5) == [71]
+    assert sorted(asked) == [(-1, -1, -1, -1), *((rank, 0, 0, 0) for rank in ranks)]
 
 
-def test_a_slow_prefill_server_of_64_ranks_costs_the_scheduler_one_lookup(
-    manager_of, bootstrap, slow_peer, counted
-):
-    """Its request fails after two seconds; all ranks are notified when their addresses are known."""
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    address, asked = slow_peer(prefill, 0.03, attn_tp_size=8, dp_size=8)
-    request, began = decode.request(address, 71), time.monotonic()
-    assert decode.ensure(**{address: [request]}) == ({}, [request])
-    assert len(asked) < 16  # 66 if the scheduler waited for the addresses of all ranks
-    remaining = [request]
-    while remaining:
-        _, remaining = decode.ensure(**{address: remaining})
-        time.sleep(0.05)
-    assert 2 <= time.monotonic() - began < 4
-    found = []
-    while len(found) < 64 and time.monotonic() < began + 30:
-        found += told(prefill, 71)
-    assert found == [71] * 64
-    assert len(asked) == len({*asked}) + 1 == 66  # SGLang and we ask for the sizes
-
-
-@pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_a_prefill_server_whose_ranks_do_not_exist_is_bounded(
-    manager_of, bootstrap, slow_peer, counted, monkeypatch, seconds
-):
-    """Nobody receives at its ranks' addresses: ZeroMQ keeps 1000 messages; then each waits for a second."""
-    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    address, _ = slow_peer(prefill, 0.0)
-    sent = []
-
-    def send(receiver):
-        sent.append(receiver.bootstrap_room)
-        time.sleep(seconds)
-
-    monkeypatch.setattr(CommonKVReceiver, "_send_abort_notification", send)
-    requests = [decode.request(address, room) for room in range(71, 171)]
+@pytest.mark.parametrize("slow", [{"drip": 1.0}, {"drip": 600.0}, {"ranks_drip": 1.0}], ids=str)
+def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatch, slow):
+    """SGLang's request has a timeout for each read, which a byte a second never reaches."""
+    prefill, decode = pair
+    decode.queue._max_ensure_retries = 1
+    monkeypatch.setattr(peer_mismatch, "_ANSWER_SECONDS", 2.0)
+    slow_ones = [peer(prefill, **slow)[0] for _ in range(12)]
+    fit, _ = peer(decode.queue.kv_manager)
+    requests = {a: [decode.request(a, 80 + n)] for n, a in enumerate([*slow_ones, fit, bootstrap])}
     began = time.monotonic()
-    _, remaining = decode.ensure(**{address: requests})
-    while remaining:
-        _, remaining = decode.ensure(**{address: remaining})
-        time.sleep(0.05)
+    while fit not in decode.ensure(requests)[0]:
+        assert time.monotonic() - began < 1
+        time.sleep(0.02)
+    del requests[fit]
+    assert decode.settled(requests) == set()
     assert time.monotonic() - began < 4
-    assert sent
+    assert told(prefill, 80 + len(slow_ones) + 1)
+    assert sum(thread.name == "kvpool-peers" for thread in threading.enumerate()) == 1
+
+
+def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch):
+    """Nobody takes them at the address of a rank that has ended; requests fail all the same."""
+    prefill, decode = pair
+    prefill.server_socket.close(0)
+    monkeypatch.setattr(peer_mismatch, "_notified", asyncio.Semaphore(3))
+    requests = [decode.request(bootstrap, room) for room in range(71, 171)]
+    assert decode.settled({bootstrap: requests}, seconds=4) == set()
+    until = time.monotonic() + 5
+    while caplog.text.count("is not notified of a refused request") < 97:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "others are being notified" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"attn_tp_size": 10**9}, {"dp_size": 33, "pp_size": 16}, {"pp_size": -1}, {"dp_size": 2.5}]
+    "answer",
+    [
+        *({"attn_tp_size": size} for size in (10**14, 10**9, -1, 0, 2.5, "8", True, None)),
+        *({"page_size": size} for size in (1e999, "x")),
+        {"dp_size": 333, "pp_size": 333},
+        {"dsv41_spec_layout": [1]},
+        {"kv_layout": "\ud800\x1b[2J"},
+        {"\x1b[2J": 1},
+        {"kv_cache_dtype": f"{STRINGS['fp4']}\n[2026] all good \x1b[2J"},
+        *({"kv_cache_dtype": "kv_cache_dtype=" * times} for times in (3000, 30000)),
+        *({"body": body} for body in ("[" * 50000, "9" * 50000, "null", "\x1b[2J")),
+    ],
+    ids=lambda answer: ascii(answer)[:60],
 )
-def test_sizes_of_a_peer_decide_no_work(manager_of, bootstrap, slow_peer, counted, caplog, sizes):
-    prefill = manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    address, asked = slow_peer(prefill, 0.0, **sizes)
-    request = decode.request(address, 71)
-    decode.ensure(**{address: [request]})
-    (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
-    mismatch.notifier.join(5)
-    assert decode.ensure(**{address: [request]}) == ({}, [])
-    assert asked == [(-1, -1, -1, -1)] * 2
-    ((name, size), *_) = sizes.items()
-    assert "it reports dp_size=" in caplog.text
-    assert f"{name}={size}" in caplog.text
-    # It is remembered, though there is no rank to notify.
-    assert decode.ensure(**{address: [decode.request(address, 72)]}) == ({}, [])
-    assert len(asked) == 2
+def test_whatever_a_peer_answers_fails_its_own_requests(manager_of, peer, counted, caplog, answer):
+    """SGLang makes lists of its numbers, and asks values for their keys, in the scheduler's loop."""
+    caplog.set_level(logging.INFO)
+    prefill, decode = manager_of("prefill", pool_of("fp4")), Decode(manager_of("decode", pool_of("fp4")))
+    bad, fit = peer(prefill, **answer)[0], peer(prefill)[0]
+    request = decode.request(bad, 71)
+    assert decode.settled({bad: [request], fit: [decode.request(fit, 72)]}) == {fit}
+    texts = [failure(request), *logged(caplog)]
+    assert all(text.isascii() and text.isprintable() and len(text) < 1000 for text in texts)
+    assert bad not in decode.queue.kv_manager.prefill_info_table
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"attn_tp_size": 0}, {"dp_size": 0}, {"dsv41_spec_layout": [1]}, {"kv_layout": "\ud800"}],
-    ids=str,
-)
-def test_a_matching_peer_with_a_wrong_field_fails_its_own_requests(
-    manager_of, bootstrap, slow_peer, counted, fields
-):
-    """SGLang divides by the sizes and asks the layout for its keys, in the scheduler's loop."""
-    prefill = manager_of("prefill", pool_of("fp4"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
-    address, _ = slow_peer(prefill, 0.0, **fields)
+def test_an_address_that_is_none_is_not_logged_as_it_is(pair, counted, caplog):
+    """A client may choose the host of a prefill server."""
+    _, decode = pair
+    address = "attacker/?x=\n[2026] sgl-kvpool: all good \x1b[2J" + "A" * 100000 + ":8998"
     request = decode.request(address, 71)
-    decode.ensure(**{address: [request]})
-    (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
-    mismatch.notifier.join(5)
-    assert decode.ensure(**{address: [request]}) == ({}, [])
-    assert counted[0][0] == "peer_mismatch"
-    assert counted[0][1].isascii()
-    assert address not in decode.queue.kv_manager.prefill_info_table
+    assert decode.settled({address: [request]}) == set()
+    assert all(text.isprintable() and len(text) < 1500 for text in [failure(request), *logged(caplog)])
 
 
 @pytest.mark.parametrize(
@@ -288,31 +277,26 @@ def test_other_differences_cost_the_requests_of_that_server_only(
     decode = Decode(manager_of("decode", pool_of(layout)))
     manager = decode.queue.kv_manager
     fit = decode.request(bootstrap, 70)
-    assert decode.ensure(**{bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
+    assert decode.settled({bootstrap: [fit]}) == {bootstrap}
     # The same server at another address, which SGLang takes for another server.
     other = bootstrap.replace("127.0.0.1", "localhost")
     monkeypatch.setattr(manager.kv_args if differs == "page_size" else manager, differs, 3)
-    monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
     wrong = decode.request(other, 71)
-    assert decode.ensure(**{other: [wrong], bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
+    assert decode.settled({other: [wrong], bootstrap: [fit]}) == {bootstrap}
     ((kind, found),) = counted
     assert kind == "peer_mismatch"
-    # SGLang's text about rows without a layout has no address.
-    assert found.startswith("room 71: " + ("" if layout == "bf16" else f"the prefill server at {other}: "))
+    assert found.startswith(f"room 71: the prefill server at {other}: ")
     assert text in found
 
 
-def test_a_prefill_server_is_asked_again_later(manager_of, bootstrap, monkeypatch, counted):
+def test_a_prefill_server_is_asked_again_later(pair, bootstrap, monkeypatch, counted):
     """It may have been restarted with the right layout at the same address."""
-    manager_of("prefill", pool_of("fp8"))
-    decode = Decode(manager_of("decode", pool_of("fp4")))
+    _, decode = pair
     monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
-    assert decode.ensure(**{bootstrap: [decode.request(bootstrap, 71)]}) == ({}, [])
+    assert decode.settled({bootstrap: [decode.request(bootstrap, 71)]}) == set()
     # Represents a restart: SGLang's bootstrap server keeps the first registration.
     monkeypatch.setattr(decode.queue.kv_manager, "kv_cache_dtype_str", STRINGS["fp8"])
-    assert decode.ensure(**{bootstrap: [decode.request(bootstrap, 72)]}) == ({}, [])
-    (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()
-    monkeypatch.setattr(peer_mismatch.time, "monotonic", lambda: mismatch.until)
-    request = decode.request(bootstrap, 73)
-    assert decode.ensure(**{bootstrap: [request]}) == ({bootstrap: [request]}, [])
+    assert decode.settled({bootstrap: [decode.request(bootstrap, 72)]}) == set()
+    peer_mismatch._peers[bootstrap].since -= peer_mismatch._REMEMBERED_SECONDS
+    assert decode.settled({bootstrap: [decode.request(bootstrap, 73)]}) == {bootstrap}
     assert len(counted) == 2

@@ -54,6 +54,10 @@ OTHERS = {
     "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
     "small part": ("kimi_k2", None, ["--tp-size", "8", "--mem-fraction-static", "0.2"]),
     "mha": ("mha", None, []),
+    "name with a colon": ("kimi_k2", None, ["--tp-size", "8", "--served-model-name", "team:k2"]),
+    "parts of pages": ("kimi_k2", None, ["--page-size", "64", "--chunked-prefill-size", "1000"]),
+    "parts of our pages": ("kimi_k2", "fp4", [*TIER, "--chunked-prefill-size", "1000"]),
+    "no share": ("kimi_k2", None, ["--tp-size", "8", "--mem-fraction-static", "1.5"]),
 }
 
 
@@ -233,6 +237,14 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
         ("small part", "rows 27.5 GiB together; the fraction that the weights need, above 0.273, would"),
         ("small part", "; 16 GPUs are enough (--tp 16, more than a node of eight has)"),
         ("mha", "no multi-head latent attention"),
+        # Of `ServerArgs.check_server_args`, which SGLang's launcher calls.
+        ("name with a colon", "served_model_name cannot contain a colon"),
+        ("parts of pages", "chunked_prefill_size must be divisible by page_size"),
+        ("parts of our pages", "not whole pages of 64 (--page-size); use --chunked-prefill-size 960"),
+        (
+            "no share",
+            "--mem-fraction-static 1.5 is not a valid share of the memory; give a number above 0, at",
+        ),
     ],
 )
 def test_refusals(planned, name, message):

@@ -18,6 +18,7 @@ CASES = [*cases()]
 MESSAGE_ONLY = [
     *("--enable-page-major-kv-layout", "--enable-linker-mla-dedup"),
     *("--enable-kv-cache-sharding", "--enable-dsa-cache-layer-split"),
+    "--enable-hisparse",  # with sparse attention alone
 ]
 
 

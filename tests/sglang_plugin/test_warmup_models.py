@@ -7,7 +7,7 @@ from hybrid_configs import LAYERS, MLA_LAYERS
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.commands.named_model import find_model
-from sgl_kvpool.commands.warmup.steps import model_of
+from sgl_kvpool.commands.warmup.served import model_of
 
 
 def test_shapes_of_checkpoints(checkpoints, tmp_path):

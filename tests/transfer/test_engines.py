@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from emulated import calls, tools
 from engine_cases import slots_of
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from sgl_kvpool.transfer.engines import (
     StagedEngine,
 )
 from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
-from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
@@ -113,6 +114,26 @@ def test_neighbours_on_both_sides_are_one_copy(device, host):
 
 
 # ---------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "converts", "blocks"),
+    [
+        *((73728, False, 4), (2048, False, 4), (1152, False, 8), (416, False, 16), (4100, False, 16)),
+        *((7, False, 16), (73728, True, 16)),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_kernel(run_bytes, converts, blocks):
+    """As few as keep a link busy: a block of a copy has 16 warps with at most 2 KB of a run in flight."""
+    conversion = None
+    if converts:
+        formats = [MLAKVCacheLayout(name).row_format(512, 64) for name in ("bf16", "fp4")]
+        conversion = RowConversion(source=formats[0], target=formats[1], k_scales=(1.0,))
+    run = CopyRun(
+        source_address=0, target_address=0, source_page_stride=0, target_page_stride=0, run_bytes=run_bytes
+    )
+    job = gpu_engine.KernelJob([run], torch.device("cpu"), conversion, [0])
+    assert job._numbers[3] == blocks
 
 
 def test_buffers_are_bounded():

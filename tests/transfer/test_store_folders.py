@@ -112,7 +112,29 @@ def test_which_folders_sglang_uses(tmp_path, monkeypatch, published):
             {"use_direct_io": False},
             {"plugin": {"obj": {"active": True}}},
             {"plugin": {"posix": {"active": True}, "obj": {"active": False}}},
+            {"plugin": {"obj": {"active": "false"}, "posix": {"active": "True"}}},
+            {"plugin": {"posix": {"active": "yes"}, "OBJ": {"active": 1}, "gds": None}},
         ):
             chosen = NixlBackendConfig(configuration).get_specified_plugin()
             in_files = chosen not in NixlBackendSelection.OBJ_PLUGINS
             assert NIXL.folders(configuration) == [tmp_path / "a", tmp_path / "b"] * in_files
+
+
+@pytest.mark.parametrize(
+    ("plugins", "named"),
+    [
+        ([], "list"),
+        (None, "NoneType"),
+        ({}, "empty"),
+        ({"posix": True}, "posix"),
+        ({"obj": {"active": "false", "secret_key": "s3cret"}, "posix": {"active": []}}, "obj, posix"),
+    ],
+)
+def test_plugins_of_which_sglang_finds_none_active_are_refused(plugins, named, published):
+    from sglang.srt.mem_cache.storage.nixl.nixl_utils import NixlBackendConfig
+
+    with pytest.raises((AttributeError, UnboundLocalError)):
+        NixlBackendConfig({"plugin": plugins}).get_specified_plugin()
+    with pytest.raises(Refusal, match=rf"-extra-config \({named}\) has no active plugin; give ") as refused:
+        NIXL.folders({"plugin": plugins})
+    assert "s3cret" not in str(refused.value)

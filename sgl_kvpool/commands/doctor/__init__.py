@@ -12,6 +12,8 @@ from sgl_kvpool import compiler
 from sgl_kvpool.commands.doctor import probes
 from sgl_kvpool.commands.doctor.probes import Finding
 from sgl_kvpool.commands.warmup.steps import CACHES
+from sgl_kvpool.folders import require_own
+from sgl_kvpool.refusal import Refusal
 
 SCHEMA = 1
 
@@ -34,8 +36,9 @@ def examine(
     for name, probe in first.items():
         reached(name)
         findings[name] = _guarded(probe)
-    device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"
-    findings["would be used"] = _guarded(partial(probes.used, device))
+    capabilities = [tuple(gpu["capability"]) for gpu in findings["gpu"].facts.get("devices", ())]
+    of_gpu = ("cuda", min(capabilities)) if capabilities else ("cpu",)
+    findings["would be used"] = _guarded(partial(probes.used, *of_gpu))
     if "devices" not in findings["gpu"].facts:
         findings["would be used"].notes.append("an assumption: the presence of a GPU is unknown, see above")
     reached("host")
@@ -48,17 +51,29 @@ def examine(
 
 
 def compiled_code() -> Finding:
-    """Number and size of our libraries, and which libraries of a server cannot be loaded."""
+    """Number and size of our libraries; libraries and folders of a server's code that cannot be used."""
     folder, libraries = compiler.folder(), compiler.libraries()
     size_bytes = sum(path.lstat().st_size for path in libraries)
     finding = Finding({"folder": str(folder), "libraries": len(libraries), "size_bytes": size_bytes})
-    for path in filter(compiler.damaged, libraries):
+    for reason in filter(None, map(compiler.unusable, libraries)):
         if os.access(folder, os.W_OK):
-            finding.notes.append(f"{path} is damaged; a server that needs it compiles it again")
+            finding.notes.append(f"{reason}; a server that needs it compiles it again")
         else:
-            finding.problems.append(f"{path} is damaged, and its folder is read-only: make it again there")
-    for name in ("sglang", "torch", "triton", "flashinfer"):
-        for path in CACHES[name].folder().rglob("*.so"):
+            finding.problems.append(f"{reason}, and its folder is read-only: make it again there")
+    if not os.access(next(one for one in (folder, *folder.parents) if one.exists()), os.W_OK):
+        (finding.notes if libraries else finding.problems).append(
+            f"{folder} cannot be written, and servers cannot compile what it lacks; set {compiler.VARIABLE} "
+            "to a folder of this account"
+        )
+    for name in ("own", "sglang", "torch", "triton", "flashinfer"):
+        cache = CACHES[name]
+        try:
+            if cache.folder().exists():
+                require_own(cache.folder(), cache.variable)
+        except Refusal as refusal:
+            finding.problems.append(str(refusal))
+            continue
+        for path in () if name == "own" else cache.folder().rglob("*.so"):
             if path.is_file() and _is_truncated(path):
                 finding.problems.append(
                     f"{path} is truncated, and a process that loads it ends with SIGBUS: delete {path.parent}"
@@ -83,6 +98,8 @@ def _guarded(probe: Callable[[], Finding]) -> Finding:
         return probe()
     except KeyboardInterrupt:
         raise
+    except Refusal as refusal:
+        return Finding(problems=[str(refusal)])
     except BaseException as error:  # the report is printed after any failure
         return Finding(problems=[f"the probe failed: {type(error).__name__}: {error}"])
 

@@ -21,7 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import __version__, env
+from sgl_kvpool import __version__, compiler, env
+from sgl_kvpool.attention.decode_config import HOPPER, gpu_problem
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
 from sgl_kvpool.commands.waiting import Answers
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.numa import interleave, numa_nodes
@@ -157,18 +159,17 @@ def gpu() -> Finding:
     finding.facts["devices"] = devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
+        capability = properties.major, properties.minor
         devices.append(
             {
                 "name": properties.name,
-                "capability": [properties.major, properties.minor],
+                "capability": list(capability),
                 "memory_bytes": properties.total_memory,
             }
         )
-        if properties.major != 9:
-            finding.notes.append(
-                f"{properties.name} has compute capability {properties.major}.{properties.minor}; the "
-                "kernels are compiled for 9.0 (H100, H200)"
-            )
+        if properties.major != HOPPER[0]:
+            problem = gpu_problem(capability) or "was compiled and tested for 9.0 (H100, H200) only"
+            finding.notes.append(f"{properties.name}: {KVPOOL_BACKEND} {problem}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices and finding.facts["driver"] is None:
         finding.notes.append("no GPU: only the models of `sgl-kvpool demo` can be served, on the CPU")
@@ -205,9 +206,8 @@ def _driver(finding: Finding) -> None:
 _CPU_CODEC = "C++ (torch if there is no compiler)"
 
 
-def used(device: str) -> Finding:
-    """Attention backend and codec of a server on `device` for each layout."""
-    from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
+def used(device: str, capability: tuple[int, int] = HOPPER) -> Finding:
+    """Attention backend and codec of a server on `device`, by a GPU's capability, for each layout."""
     from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, choose_arrangement
     from sgl_kvpool.sglang_plugin.rules.attention import is_chosen
 
@@ -218,12 +218,16 @@ def used(device: str) -> Finding:
         requested = AUTO
     arrangement = choose_arrangement(requested)
     finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if requested == AUTO else str(arrangement)
+    problem = gpu_problem(capability)
+    by_name = "" if problem else f", or by {KVPOOL_BACKEND} if you name it"
     for layout in MLAKVCacheLayout:
         stock = suggestions(layout, device, arrangement)
-        if device in KVPOOL_DEVICES and is_chosen(layout, arrangement, device):
-            text = f"attention by {KVPOOL_BACKEND}, chosen by default"
+        if device in KVPOOL_DEVICES and not is_chosen(layout, arrangement, device):
+            text = f"attention by a backend of SGLang's choice{by_name}"
+        elif device in KVPOOL_DEVICES and problem is not None:
+            text = f"refused: {KVPOOL_BACKEND} {problem}"
         elif device in KVPOOL_DEVICES:
-            text = f"attention by a backend of SGLang's choice, or by {KVPOOL_BACKEND} if you name it"
+            text = f"attention by {KVPOOL_BACKEND}, chosen by default"
         elif stock:
             text = f"name an --attention-backend: {', '.join(stock)}"
         else:
@@ -252,6 +256,10 @@ def host() -> Finding:
             "no C++ compiler (c++, or what CXX names): the host tier would use torch's copies, which are "
             "slower; install g++"
         )
+    try:
+        finding.facts["CUDA toolkit"] = str(compiler.cuda_toolkit()[0])
+    except FileNotFoundError as error:
+        finding.notes.append(f"{error}. On a GPU the host tier would use torch's copies, which are slower")
     if soft != resource.RLIM_INFINITY:
         finding.notes.append(
             f"at most {soft} bytes of memory may be locked (ulimit -l): registering a host pool with a "

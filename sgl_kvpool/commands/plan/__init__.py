@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.commands.arguments import add_server_arguments, naming, whole
+from sgl_kvpool.commands.arguments import add_server_arguments, given, naming, whole, without_secrets
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
@@ -47,7 +47,9 @@ _PASSED_ON = {
 #: Last words of the programs that take server arguments.
 _PROGRAMS = (("sglang", "serve"), ("-m", "sglang.launch_server"))
 
-#: Argument with the draft's checkpoint, whose configuration SGLang reads besides the model's.
+#: Argument that lets SGLang run code of checkpoints, and the one with the draft's checkpoint, which it reads
+#: besides the model's.
+_TRUST = "--trust-remote-code"
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 
@@ -128,7 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     candidates = _candidates(arguments.host_gb is not None)
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(model.sglang_path())
+        trusted = given(arguments.server_arguments, (_TRUST,)) is not None
+        path = stack.enter_context(model.sglang_path(trusted))
         others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
         servers = [_request(path, each, arguments, others) for each in candidates]
         print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
@@ -141,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         host_gb=arguments.host_gb,
         context_tokens=arguments.context,
         servers=list(zip(candidates, answers, strict=True)),
-        others=arguments.server_arguments,
+        others=without_secrets(arguments.server_arguments),
     )
     print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan))
     return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
@@ -154,7 +157,6 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     refusal named and with which the server was sized. OSError if SGLang cannot read the
     model or another file of the arguments, or config.json lacks a size.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # The process must see no GPU; and it must have a single thread, because it forks.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as given:
@@ -166,7 +168,7 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**inherited, **alone},
+            env={**env.of_children(), **alone},
             start_new_session=True,  # a process group, so that its forks are ended with it
         )
         assert process.stdout is not None
@@ -200,13 +202,15 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
 
 def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
     """Server arguments in which a folder replaces the draft's name on Hugging Face; see `sglang_path`."""
-    before = ""
+    before, trusted = "", given(words, (_TRUST,)) is not None
     for word in words:
         name, equals, value = word.partition("=")
         flag, draft = (name, value) if equals else (before, word)
         if flag in _DRAFT and not Path(draft).exists():
             try:
-                folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+                folder = path
+                if draft != model:
+                    folder = stack.enter_context(find_model(draft).sglang_path(trusted))
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}") from None
             yield f"{name}={folder}" if equals else folder
@@ -241,8 +245,8 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
     ending = tuple(word.rpartition("/")[2] for word in program[-2:])
     if program and (ending not in _PROGRAMS or any("=" in word for word in program)):
         raise ValueError(
-            f"{' '.join(program)!r} is no program that serves; begin with its arguments, with sglang serve "
-            "or with python -m sglang.launch_server, and set variables before sgl-kvpool"
+            f"{' '.join(word.partition('=')[0] for word in program)!r} is no program that serves; begin with "
+            "its arguments, with sglang serve or python -m sglang.launch_server, and set variables before it"
         )
     found, rest = None, []
     remaining = iter(words[first:])
@@ -267,7 +271,7 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is None:
             continue
-        if any(len(one) > 2 and any(of.startswith(one) for of in (name, other)) for one in _names(rest)):
+        if given(rest, (name, other)):
             raise ValueError(f"{name} {value} is given after -- too; leave out one of the two")
         passed_on += [name, str(value)]
     arguments.server_arguments = [*passed_on, *rest]
@@ -275,39 +279,15 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     ours = _OURS if arguments.host_gb is None else (*_OURS, *_HOST)
-    for name in _names(arguments.server_arguments):
-        # SGLang's parser accepts prefixes of argument names.
-        if len(name) > 2 and any(one.startswith(name) for one in ours):
-            raise ValueError(
-                f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
-                "and out of a file that --config names"
-            )
+    if name := given(arguments.server_arguments, ours):
+        raise ValueError(
+            f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
+            "and out of a file that --config names"
+        )
     if arguments.taken_gb >= arguments.gpu_gb:
         raise ValueError(
             f"--taken-gb {arguments.taken_gb:g} leaves no memory on a GPU of {arguments.gpu_gb:g} GiB"
         )
-
-
-def _names(words: Sequence[str]) -> Iterator[str]:
-    """Names of SGLang's arguments, including those in a file after --config."""
-    for number, word in enumerate(words):
-        yield word.partition("=")[0]
-        if word == "--config" and number + 1 < len(words):  # SGLang reads no other form
-            yield from _names_in(Path(words[number + 1]))
-
-
-def _names_in(file: Path) -> list[str]:
-    """Names of arguments in a server's YAML file; ValueError if the file has no arguments."""
-    import yaml  # installed with SGLang; without --config this process needs neither
-
-    try:
-        with naming("--config", file):
-            found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {file} is not YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--config {file} contains no arguments: it is a {type(found).__name__}")
-    return ["--" + str(name).replace("_", "-") for name in found]
 
 
 def _number(text: str, what: str, limit: float, least: float | None = None) -> float:

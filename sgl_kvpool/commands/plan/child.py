@@ -16,12 +16,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, HOPPER
 from sgl_kvpool.commands.waiting import Answers
 
-#: Compute capability of H100, H200 and H20.
-_HOPPER = (9, 0)
-#: Streaming multiprocessors of an H100 SXM and an H200. Only the workspace of decode depends on them.
-_SM_COUNT = 132
 #: Modules with the rules; all must be imported before the GPU is described.
 _MODULES = (
     "sglang.srt.entrypoints.engine",
@@ -180,13 +177,13 @@ def _describe(machine: Any) -> None:
 
     name = "a Hopper GPU of sgl-kvpool plan"
     properties = SimpleNamespace(
-        major=_HOPPER[0], minor=_HOPPER[1], name=name, multi_processor_count=_SM_COUNT,
+        major=HOPPER[0], minor=HOPPER[1], name=name, multi_processor_count=DEFAULT_SM_COUNT,
         total_memory=int(machine.gpu_gib * 2**30),
     )  # fmt: skip
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: machine.gpu_count
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_capability = lambda *_: _HOPPER
+    torch.cuda.get_device_capability = lambda *_: HOPPER
     torch.cuda.get_device_name = lambda *_: name
     torch.cuda.get_device_properties = lambda *_: properties
     for module in _sglang_modules():  # forget what was cached about this machine

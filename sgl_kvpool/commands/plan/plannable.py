@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.sglang_plugin.models import has_own_draft, model_name
+from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS, refuse_bad
+from sgl_kvpool.sglang_plugin.rules.dcp import check_ranks
 
 #: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
 #: transformers uses the value of one model of the family, such as a latent of 512.
@@ -74,24 +76,15 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
         kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
         raise ValueError(f"{model_name(model_config)} has {kind}: sgl-kvpool has no layout for its cache")
-    if view.mem_fraction_static > 1:
-        raise ValueError(
-            f"--mem-fraction-static {view.mem_fraction_static:g} is more than a GPU has, and SGLang would "
-            "size a cache for it that cannot be allocated; give a number below 1"
-        )
-    if view.page_size < 1:
-        raise ValueError(f"--page-size {view.page_size} is not a number of tokens; give 1 or more")
+    for number in NUMBERS:  # the user's, which SGLang does not check
+        refuse_bad(number, server_args)
     layers = model_config.num_hidden_layers
     if view.pp_size > layers:
         raise ValueError(f"--pp-size {view.pp_size} is more than the {layers} layers; give {layers} at most")
-    # SGLang does not refuse ranks of several groups of DP attention, which have other requests.
-    own = view.tp_size // view.attn_dp_size // view.attn_cp_size
-    for flag, count, ranks, what in (
-        ("--nnodes", view.nnodes, view.tp_size * view.pp_size, "ranks"),
-        ("--dcp-size", view.dcp_size, own, "attention ranks"),
-    ):
-        if count < 1 or ranks % count:
-            raise ValueError(f"{flag} {count} does not divide {ranks} {what}; give a divisor of {ranks}")
+    ranks = view.tp_size * view.pp_size
+    if view.nnodes < 1 or ranks % view.nnodes:
+        raise ValueError(f"--nnodes {view.nnodes} does not divide {ranks} ranks; give a divisor of {ranks}")
+    check_ranks(view)
 
 
 def check_heads(model_config: Any) -> None:

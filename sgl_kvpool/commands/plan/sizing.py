@@ -56,10 +56,10 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     words = ("--model-path", model_path, "--device", "cuda", *arguments)
     server_args = _parsed(prepare_server_args, words)
     server_args.resolve_once()
-    publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    view = resolving_view(server_args)
-    model_config = model_config_of(server_args)
+    view, model_config = resolving_view(server_args), model_config_of(server_args)
     plannable.check_plannable(server_args, view, model_config)
+    server_args.check_server_args()  # as SGLang's launcher, before it publishes them
+    publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     plannable.check_geometry(model_config, Path(model_path))
     plannable.check_heads(model_config)
     layout = layout_of(server_args)

@@ -6,15 +6,8 @@ from dataclasses import replace
 from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
 from sgl_kvpool.commands.waiting import progress
-from sgl_kvpool.commands.warmup.steps import (
-    DEEPSEEK_V3,
-    VARIABLES,
-    Served,
-    carry_out,
-    model_of,
-    steps_on_cpu,
-    steps_on_cuda,
-)
+from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, Served, model_of
+from sgl_kvpool.commands.warmup.steps import VARIABLES, carry_out, steps_on_cpu, steps_on_cuda
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import options
 
@@ -35,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_CONFIG",
         help="a checkpoint's folder, a config.json alone, or owner/name (DeepSeek-V3's shape)",
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the checkpoint")
     for option, choices, effect in (
         (options.LAYOUT, options.LAYOUT.values, "only this layout (all)"),
         (options.ARRANGEMENT, options.ARRANGEMENT.choices, "memory order of the pages (layer_major)"),
@@ -61,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
+        way = "run warmup once where it does, with these variables' folders on a volume that servers mount"
+        raise ValueError(f"--device cuda: torch sees no GPU here; {way}: {', '.join(VARIABLES['cuda'])}")
 
     served = _served(model, arguments)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)
@@ -75,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(model: NamedModel | None, arguments: argparse.Namespace) -> Served:
-    shape = DEEPSEEK_V3 if model is None else model_of(model)
+    shape = DEEPSEEK_V3 if model is None else model_of(model, arguments.trust_remote_code)
     layout = arguments.kv_cache_layout or options.LAYOUT.from_env()
     arrangement = arguments.kv_cache_arrangement or options.ARRANGEMENT.from_env()
     return replace(

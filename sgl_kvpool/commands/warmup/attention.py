@@ -15,7 +15,7 @@ from sgl_kvpool.attention.decode import DecodeWorkspace, sm_count_of
 from sgl_kvpool.attention.decode_config import MAX_PROGRAMS_PER_SM, MAX_ROUNDS, decode_config
 from sgl_kvpool.codec import gather_rows, store_rows
 from sgl_kvpool.commands import rehearsal
-from sgl_kvpool.commands.warmup.steps import Served
+from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 #: Slots of one prefill: a stored prefix, and the new tokens behind it.

@@ -10,103 +10,15 @@ from pathlib import Path
 
 from sgl_kvpool import compiler
 from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.named_model import NamedModel
 from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.warmup.served import Served
+from sgl_kvpool.folders import CACHE, named
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.memory.arrangement import KVArrangement
 
 #: Lines shown of a compiler's message.
 _LINES = 20
 #: Suffixes of compiled files. Other files there (sources, logs, locks) may be left by a failed build.
 _COMPILED = (".so", ".cubin", ".hsaco")
-#: Entries per request beyond the model's context in SGLang's request table.
-_EXTRA_SLOTS = 4
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model's shape, with SGLang's names, and a server's arguments."""
-
-    name: str
-    #: Sizes of the latent, of the rotary part, of the rest of a key, and of a value in the MHA form.
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    qk_nope_head_dim: int
-    v_head_dim: int
-    #: Query heads of the model, over all ranks.
-    num_attention_heads: int
-    context_len: int
-    scaling: float
-    #: Layers with rows: in a hybrid model, those without linear attention.
-    layers: int
-    #: Rows per query of sparse attention (DSA); None for dense models.
-    top_k: int | None = None
-    layouts: tuple[MLAKVCacheLayout, ...] = tuple(MLAKVCacheLayout)
-    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
-    page_size_tokens: int = 64
-    tensor_parallel: int = 1
-    #: Ranks over which the rows of a sequence are spread (decode context parallelism).
-    dcp_size: int = 1
-    #: Tokens verified per request and step; 0 without speculative decoding.
-    draft_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.tensor_parallel:
-            raise ValueError(
-                f"--tp {self.tensor_parallel} does not divide the {self.num_attention_heads} heads of "
-                f"{self.name}; give --tp a divisor of them"
-            )
-        if self.tensor_parallel % self.dcp_size:
-            raise ValueError(
-                f"--dcp-size {self.dcp_size} does not divide --tp {self.tensor_parallel}, whose ranks it "
-                "groups; give a divisor of it"
-            )
-
-    @property
-    def heads_per_rank(self) -> int:
-        return self.num_attention_heads // self.tensor_parallel
-
-    @property
-    def table_width(self) -> int:
-        """Slots per request in SGLang's request table."""
-        return self.context_len + _EXTRA_SLOTS + self.draft_tokens
-
-
-#: Default model.
-DEEPSEEK_V3 = Served(
-    name="models of DeepSeek-V3's shape",
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=128,
-    v_head_dim=128,
-    num_attention_heads=128,
-    context_len=163840,
-    scaling=192**-0.5,
-    layers=61,
-)
-
-
-def model_of(model: NamedModel) -> Served:
-    """Shape of a model, by SGLang's own reading of its config.json. No weights are needed.
-
-    ValueError if no layout can store the model's rows, or Hugging Face does not send its configuration;
-    OSError if SGLang cannot read the model.
-    """
-    from sglang.srt.configs.model_config import ModelConfig, get_dsa_mtp_topk_width
-
-    from sgl_kvpool.sglang_plugin import models
-
-    with model.sglang_path() as path:
-        config = ModelConfig(path)
-    models.check_model(MLAKVCacheLayout.BF16, config)
-    with_rows = models.layers_with_rows(config)
-    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_attention_heads")
-    return Served(
-        name=models.model_name(config),
-        **{name: getattr(config, name) for name in (*sizes, "context_len", "scaling")},
-        layers=config.num_hidden_layers if with_rows is None else len(with_rows),
-        top_k=get_dsa_mtp_topk_width(config.hf_config) if models.is_dsa(config) else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -127,12 +39,13 @@ class Cache:
         return found
 
 
-def _from(variable: str, default: str) -> Path:
-    return Path(os.environ.get(variable) or default).expanduser()
+def _below(above: str, default: str, name: str) -> str:
+    """Default of a folder that lies below the one that the variable `above` names."""
+    return str(Path(os.environ.get(above) or default) / name)
 
 
 def _sglang(variable: str, name: str) -> Path:
-    return _from(variable, str(_from("SGLANG_CACHE_DIR", "~/.cache/sglang") / name))
+    return named(variable, _below("SGLANG_CACHE_DIR", "~/.cache/sglang", name))
 
 
 #: Folders by a short name. SGLang puts those of Triton and FlashInfer into its own.
@@ -141,12 +54,12 @@ CACHES = {
     "torch": Cache(
         "torch's extensions",
         "TORCH_EXTENSIONS_DIR",
-        lambda: _from("TORCH_EXTENSIONS_DIR", str(_from("XDG_CACHE_HOME", "~/.cache") / "torch_extensions")),
+        lambda: named("TORCH_EXTENSIONS_DIR", _below(*CACHE, "torch_extensions")),
     ),
     "sglang": Cache(
         "SGLang's kernels",
         "SGLANG_JIT_CACHE_DIR",
-        lambda: _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
+        lambda: named("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
     ),
     "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _sglang("TRITON_CACHE_DIR", "triton")),
     "flashinfer": Cache(

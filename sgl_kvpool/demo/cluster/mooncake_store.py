@@ -19,7 +19,9 @@ import os
 import sys
 from pathlib import Path
 
+from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port
+from sgl_kvpool.folders import CACHE, named, own
 
 _LOOPBACK = "127.0.0.1"
 _WANTED = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
@@ -107,8 +109,8 @@ def library_path() -> str:
 
     If a library is missing, folders of links and of NIXL's libraries come before this process's value.
 
-    ValueError if a library is missing, and NIXL's wheel does not have it either; OSError if the links cannot
-    be written.
+    ValueError if a library is missing, and NIXL's wheel does not have it either, or if the links cannot be
+    written, or other accounts can change them.
     """
     given = os.environ.get("LD_LIBRARY_PATH", "")
     missing = [name for name in _WANTED if not _loads(name)]
@@ -123,12 +125,15 @@ def library_path() -> str:
             "install sgl-kvpool[distributed], or the system's libibverbs1, libnuma1 and libcurl4"
         )
     # One folder per environment and NIXL: another environment may have another NIXL, or be deleted.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
-    links = cache / f"libraries-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
-    links.mkdir(parents=True, exist_ok=True)
-    for name, path in found.items():
-        with contextlib.suppress(FileExistsError):
-            (links / name).symlink_to(path)
+    folder = f"sgl-kvpool/libraries-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
+    links = own(named(*CACHE) / folder, CACHE[0])
+    with naming(CACHE[0], links):
+        for entry in links.iterdir():  # others may have written into it before
+            if not entry.is_symlink() or entry.readlink() != found.get(entry.name):
+                entry.unlink()
+        for name, path in found.items():
+            with contextlib.suppress(FileExistsError):
+                (links / name).symlink_to(path)
     return os.pathsep.join(filter(None, (str(links), str(libraries), given)))
 
 

@@ -11,8 +11,11 @@ share rows. SGLang sends rows of one rank to any number of ranks, and rows of se
 else a decode server asks for would end the thread by which a prefill server hears of all requests.
 """
 
+import math
 from typing import Any
 from weakref import WeakSet
+
+import torch
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
@@ -36,6 +39,15 @@ uses(
 )
 fields("disaggregation_transfer_backend")
 
+#: Numbers of ranks that a prefill server reports; their limit, and that of a peer's characters in a message.
+_SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
+_MOST_RANKS, _MOST_CHARACTERS = 1 << 16, 400
+uses(
+    "sglang.srt.disaggregation.common.conn.PrefillServerInfo.__annotations__",
+    "disaggregation",
+    members=(*_SIZES, "kv_cache_dtype", "kv_layout"),
+)
+
 #: Separator between SGLang's dtype and the name of the rows.
 MARK = "+kvpool:"
 
@@ -54,11 +66,16 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
     layout = layout_of(server_args)
     if layout is None:
         return original(self, args, disaggregation_mode, server_args, *more, **named)
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
     # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
     if not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
         args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args), bool(args.num_draft_entries))
+    elif StateType.DSA not in args.state_types and model_config_of(server_args).dtype is torch.bfloat16:
+        # What a dense server without the plugin reports: its argument; `auto` are rows in the model's dtype.
+        args.kv_cache_dtype_str = server_args.kv_cache_dtype
     if get_device().device == "cpu":
         # The resolved name: `mooncake_tcp` is `mooncake` by now.
         _on_cpu(args, get_disagg().disaggregation_transfer_backend)
@@ -67,7 +84,7 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
         args.kv_layout = ranks_name(get_parallel())
     original(self, args, disaggregation_mode, server_args, *more, **named)
     if disaggregation_mode.value == "decode":
-        self.kv_layout = None  # compared in `peer_mismatch`; SGLang's error would name other arguments
+        self.kv_layout = None  # compared in `check_peer`; SGLang's error would name other arguments
 
 
 def ranks_name(sizes: Any) -> str:
@@ -143,3 +160,47 @@ def _on_cpu(args: Any, transfer_backend: str) -> None:
     if hasattr(sender, "supports_host_tensor_indices"):
         sender.supports_host_tensor_indices = False
     args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
+
+
+class PeerMismatch(RuntimeError):
+    """A prefill server does not match this decode server."""
+
+
+def check_peer(manager: Any, where: str, answer: dict[str, Any]) -> None:
+    """Raise PeerMismatch where SGLang would not, or would name arguments that do not help."""
+    from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+    sizes: dict[str, Any] = {name: answer.get(name) for name in _SIZES}
+    are_numbers = all(type(size) is int and size > 0 for size in sizes.values())
+    if not are_numbers or math.prod(sizes.values()) > _MOST_RANKS:
+        raise PeerMismatch(f"{where} reports {short(str(sizes))}; at most {_MOST_RANKS} ranks are possible")
+    info = PrefillServerInfo(**answer)
+    prefill, decode = info.kv_cache_dtype or "", manager.kv_cache_dtype_str
+    if decode == "auto" and prefill in MLAKVCacheLayout.BF16.accepted_kv_cache_dtypes:
+        answer["kv_cache_dtype"] = decode  # another name of the same rows
+    elif prefill != decode and MARK in prefill + decode:
+        raise PeerMismatch(
+            f"KV cache layout mismatch: {where} stores {_described(prefill)}, and this decode server stores "
+            f"{_described(decode)}. Start both with the same {LAYOUT.flag}, model, checkpoint, draft model "
+            f"(--speculative-algorithm) and release of sgl-kvpool; {MLAKVCacheLayout.BF16} also works with "
+            "servers that do not have it."
+        )
+    if info.page_size not in (None, manager.kv_args.page_size):
+        return  # SGLang's error comes first
+    if manager.kv_layout is None and info.kv_layout not in (None, ranks_name(manager)):
+        raise PeerMismatch(
+            f"{where} shares rows over {short(str(info.kv_layout))}, and this decode server over "
+            f"{ranks_name(manager)}: SGLang sends to other ranks only what one rank has. Start the prefill "
+            "server without --dcp-size, or both with the same ranks."
+        )
+
+
+def short(text: str) -> str:
+    """The beginning of a text that a peer may have chosen, as printable ASCII characters."""
+    return text[:_MOST_CHARACTERS].encode("unicode_escape").decode()
+
+
+def _described(text: str) -> str:
+    layout = text.partition(MARK)[2].partition("-")[0]
+    rows = f"rows of layout {short(layout)}" if layout else "SGLang's own rows"
+    return f"{rows} ({short(text)})" if text else "rows that it does not report"

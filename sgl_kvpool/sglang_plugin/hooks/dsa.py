@@ -51,7 +51,7 @@ def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
     pool = backend.token_to_kv_pool
     layout = dsa_rules.layout_of_pool(pool)
     known = backend.dsa_prefill_impl in IMPLEMENTATIONS and backend.dsa_decode_impl in IMPLEMENTATIONS
-    if dsa_rules.has_layout(pool) or (known and backend.hisparse_coordinator is None):
+    if hasattr(pool, "kv_cache_layout") or (known and backend.hisparse_coordinator is None):
         return layout
     return None
 

@@ -16,7 +16,7 @@ from sgl_kvpool.transfer.store_folders import FILE_STORES
 
 logger = logging.getLogger(__name__)
 
-#: Longest file name of the file systems that SGLang's `file` store is used on.
+#: Longest file name of the file systems that SGLang's stores of files are used on.
 _NAME_BYTES = 255
 #: Bytes of a file name besides the model's name: a SHA-256 in hex, ranks, file extension.
 _KEY_BYTES = 64 + 32
@@ -81,24 +81,36 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         uncached.warn_of_small_tier(tier, kv_pool)
         return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
-    from sglang.srt.runtime_context import get_memory
+    from sglang.srt.runtime_context import get_memory, get_parallel
+
+    from sgl_kvpool.srt.host.shared_segment import SharingRefused
 
     memory, host_size = get_memory(), kwargs.get("host_size")
-    node_ranks = ranks.sharing_ranks(kv_pool.host_tier)
-    tier = HierarchicalMLAHostPool(
-        kv_pool,
-        memory.hicache_ratio,
-        memory.hicache_size if host_size is None else host_size,
-        kwargs["page_size"],
-        memory.hicache_mem_layout,
-        draft_pools=kwargs.get("mtp_draft_device_pools", ()),
-        io_backend=memory.hicache_io_backend,
-        # A shared tier does not use the store's allocator. With "default", a store that needs memory of its
-        # own allocator refuses this pool.
-        allocator_type=get_allocator_type() if node_ranks is None else "default",
-        pool_label=kwargs.get("pool_label", "kv"),
-        node_ranks=node_ranks,
-    )
+
+    def build(node_ranks: Any) -> HierarchicalMLAHostPool:
+        return HierarchicalMLAHostPool(
+            kv_pool,
+            memory.hicache_ratio,
+            memory.hicache_size if host_size is None else host_size,
+            kwargs["page_size"],
+            memory.hicache_mem_layout,
+            draft_pools=kwargs.get("mtp_draft_device_pools", ()),
+            io_backend=memory.hicache_io_backend,
+            # A shared tier does not use the store's allocator. With "default", a store that needs memory of
+            # its own allocator refuses this pool.
+            allocator_type=get_allocator_type() if node_ranks is None else "default",
+            pool_label=kwargs.get("pool_label", "kv"),
+            node_ranks=node_ranks,
+        )
+
+    try:
+        tier = build(ranks.sharing_ranks(kv_pool.host_tier))
+    except SharingRefused as refused:  # on all ranks
+        if not kv_pool.host_tier.may_unshare:
+            raise
+        if get_parallel().attn_tp_rank == 0:
+            logger.warning("sgl-kvpool: each rank gets a host tier of its own: %s", refused)
+        tier = build(None)
     state_tier.row_tier_built(tier)
     uncached.warn_of_small_tier(tier, kv_pool)
     return tier
@@ -157,19 +169,26 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
     """Attach a store, check the states that it moves, time its calls, and let keys name the weights.
 
-    Before, refuse a model name that is too long for file names, make and check the folders of files, and
-    compile SGLang's hash function.
+    Before, refuse a model name that is too long for file names, make the folders of files, warn about those
+    that other accounts can reach, and compile SGLang's hash function.
     """
-    _check_folders(storage_backend, kwargs.get("storage_backend_extra_config"))
+    store: Any = FILE_STORES.get(storage_backend)
+    folders = store.folders(kwargs.get("storage_backend_extra_config")) if store else []
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
     if holds_our_rows(pool) or tag.startswith(_STOCK_TIER):
         name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
-        if storage_backend == "file" and name_bytes > _NAME_BYTES:
+        if folders and name_bytes > _NAME_BYTES:
             raise Refusal(
-                f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
-                f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
+                f"--hicache-storage-backend {storage_backend} names its files after the model, and "
+                f"{model_name!r} makes names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter "
+                "--served-model-name"
             )
+    for folder in folders:
+        store.make_private(folder)
+        warning = store.warning(folder)
+        if warning is not None:
+            logger.warning("sgl-kvpool: %s", warning)
     weights.attach()
     if holds_our_rows(pool):
         from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -180,18 +199,6 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     result = original(self, storage_backend, *args, model_name=model_name, **kwargs)
     wrap_calls(self.storage_backend, state_tier.store_calls(self) if holds_our_rows(pool) else {})
     return result
-
-
-def _check_folders(storage_backend: str, configuration: Any) -> None:
-    """Make the folders of a store of files, and warn about those that other accounts can reach."""
-    if storage_backend not in FILE_STORES:
-        return
-    store = FILE_STORES[storage_backend]
-    for folder in store.folders(configuration):
-        store.make_private(folder)
-        warning = store.warning(folder)
-        if warning is not None:
-            logger.warning("sgl-kvpool: %s", warning)
 
 
 @around(f"{_HYBRID_CONTROLLER}.load", "host tier")

@@ -49,6 +49,7 @@ uses(
         *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
     ),
 )
+uses(f"{_POOLS}.MLATokenToKVPool._write_loc_dcp_span", "pools")
 uses(
     f"{_POOLS}.DSATokenToKVPool.__init__",
     "sparse attention",
@@ -233,6 +234,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     weights.follow_k_scales(pool, partial(_k_scales_of, self, layout))
     if not self.is_draft_worker:
         _publish_metrics(self.server_args)
+        _warn_of_prompts_that_wait(pool.row_pool, self.model_config.context_len)
     chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
     rows = pool.row_pool
     logger.info(
@@ -248,6 +250,17 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         " (draft model)" if self.is_draft_worker else "",
     )
     return pool
+
+
+def _warn_of_prompts_that_wait(pool: Any, context_len: int) -> None:
+    """Log which prompts SGLang accepts (7 tokens below its limits) and never schedules (issue 28530)."""
+    tokens, page = pool.size * pool.slots_per_row, pool.page_size * pool.slots_per_row
+    if tokens - page <= min(context_len, tokens) - 7:
+        logger.warning(
+            "sgl-kvpool: a prompt of %d tokens or more would wait for ever, and later requests behind it: "
+            "the pool has %d, and SGLang reserves a page of %d; give --context-length %d",
+            *(tokens - page, tokens, page, tokens - page),
+        )
 
 
 @around("sglang.srt.utils.common.build_server_info", "pools")

@@ -70,8 +70,7 @@ def load_is_miss(controller: Any, pool: Any, host_indices: Any, problem: str | N
 
 def all_ranks(controller: Any, good: bool) -> bool:
     """Whether a condition is true on every rank that shares this tree."""
-    (all_good,) = _all_reduce_min(controller, int(good))
-    return bool(all_good)
+    return bool(*_all_reduce_min(controller, int(good)))
 
 
 def _all_reduce_min(controller: Any, *values: int) -> list[int]:

@@ -273,6 +273,7 @@ def _finish(server_args):
     hook_groups.require(groups)
     argument_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
+    argument_rules.check_chunk(view)
     requested = {one: getattr(server_args, one.attribute, None) or one.default for one in options.OPTIONS}
     if not host_tier_rules.has_host_tier(view):
         host_tier_rules.check_without_tier(requested, view)
@@ -280,6 +281,7 @@ def _finish(server_args):
         sharing, why = choose_sharing(requested[options.HOST_SHARING], model_config, view)
         setattr(server_args, options.HOST_SHARING.attribute, sharing)
         asked = requested[options.HOST_SHARING]
+        setattr(server_args, options.CHOSE_SHARING, asked == options.AUTO)
         if sharing != asked and (asked != options.AUTO or view.tp_size > 1):
             logger.info("sgl-kvpool: %s %s (%s)", options.HOST_SHARING.flag, sharing, why)
         tier = options.host_tier_of(server_args)

@@ -16,6 +16,7 @@ take too long are counted while they last, since they may never return.
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,7 +104,8 @@ def _timed(call: Callable, action: str, first: Any, *args: Any, **kwargs: Any) -
     what = f"to {action} {pages} pages takes longer than {_LIMIT_SECONDS:g} s"
     timer = threading.Timer(_LIMIT_SECONDS, metrics.uncached, ("store_slow", pages, what))
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no more threads can be started: the call is made without a limit
+        timer.start()
     _in_call.now = True
     try:
         return call(first, *args, **kwargs)

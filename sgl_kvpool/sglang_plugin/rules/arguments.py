@@ -39,11 +39,6 @@ class Number:
     #: Upper limit of a number above 0, whole or not; infinity, which is not allowed itself, is no limit.
     most: float | None = None
 
-    @property
-    def flag(self) -> str:
-        """The field's flag on the command line."""
-        return flag_of(self.field)
-
     def problem(self, value: Any) -> str | None:
         """Why a value is not allowed; None if it is."""
         if value is None:
@@ -56,7 +51,8 @@ class Number:
             allowed = "a number above 0" + ("" if self.most == inf else f", at most {self.most:g}")
         if is_valid:
             return None
-        return f"{self.flag} {shown(value)} is not a valid {self.noun}; give {allowed}, or leave it out"
+        given = f"{flag_of(self.field)} {shown(value)}"
+        return f"{given} is not a valid {self.noun}; give {allowed}, or leave it out"
 
 
 #: Numbers checked with a layout. SGLang accepts any value, and most bad ones end as "Not enough memory" when
@@ -97,14 +93,14 @@ def check(server_args: Any) -> dict[options.Option, str]:
     check_features(layout, options.choose_arrangement(requested[options.ARRANGEMENT]), server_args)
     _check_dtype(layout, server_args.kv_cache_dtype)
     for number in NUMBERS:
-        _refuse_bad(number, server_args)
+        refuse_bad(number, server_args)
     check_page(server_args)
     if not host_tier_rules.has_host_tier(server_args):
         host_tier_rules.check_without_tier(requested, server_args)
     elif server_args.hicache_size:
-        _refuse_bad(_TIER_SIZE, server_args)
+        refuse_bad(_TIER_SIZE, server_args)
     else:
-        _refuse_bad(_TIER_RATIO, server_args)
+        refuse_bad(_TIER_RATIO, server_args)
     return requested
 
 
@@ -134,7 +130,7 @@ def _check_types(server_args: Any) -> None:
         if not kinds or value is None or _is_a(Real if float in kinds else Integral, value):
             continue
         if field.name in numbers:
-            _refuse_bad(numbers[field.name], server_args)
+            refuse_bad(numbers[field.name], server_args)
         kind = "a number" if float in kinds else "a whole number"
         raise Refusal(f"{flag_of(field.name)} {shown(value)} is not {kind}; give one, or leave it out")
 
@@ -152,7 +148,7 @@ def _check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: Any) -> None:
     )
 
 
-def _refuse_bad(number: Number, server_args: Any) -> None:
+def refuse_bad(number: Number, server_args: Any) -> None:
     problem = number.problem(getattr(server_args, number.field))
     if problem is not None:
         raise Refusal(problem)
@@ -172,6 +168,17 @@ def _check_without_layout(requested: dict[options.Option, str], server_args: Any
                 f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {options.LAYOUT.flag} "
                 f"({', '.join(options.LAYOUT.values)})"
             )
+
+
+def check_chunk(view: Any) -> None:
+    """Refuse chunks of a prefill that are not whole pages, whose default size is ours with a host tier."""
+    chunk, page = view.chunked_prefill_size, view.page_size
+    if chunk > 0 and chunk % page and view.disaggregation_mode != "decode":
+        whole = max(chunk // page, 1) * page * view.attn_dp_size  # SGLang has divided what was given
+        raise Refusal(
+            f"--chunked-prefill-size gives a rank {chunk} tokens, which are not whole pages of {page} "
+            f"(--page-size); use --chunked-prefill-size {whole}"
+        )
 
 
 def check_page(view: Any) -> None:

@@ -19,7 +19,7 @@ from sgl_kvpool.attention.readers import (
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
-from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft
+from sgl_kvpool.sglang_plugin.models import check_gpu, device_name, has_own_draft
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules import dcp as dcp_rules
@@ -165,7 +165,12 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
                 f"prefill and {in_use[1]} for decode, whose results differ; use --attention-backend "
                 f"{KVPOOL_BACKEND} alone"
             )
-        _check_device(view)
+        device = device_name(view)
+        if device not in KVPOOL_DEVICES:
+            raise Refusal(
+                f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
+                f"{device}; leave out {LAYOUT.flag}"
+            )
         _check_features(BACKEND_FEATURES, view, layout, arrangement)
     _check_speculation(in_use, view, layout, arrangement)
     if view.speculative_algorithm is None:
@@ -177,26 +182,17 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         check_draft(layout, arrangement, draft, view.device)
 
 
-def _check_device(view: Any) -> None:
-    device = device_name(view)
-    if device in KVPOOL_DEVICES:
-        return
-    raise Refusal(
-        f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
-        f"{device}; leave out {LAYOUT.flag}"
-    )
-
-
 def check_model(model_config: Any, view: Any) -> None:
-    """Refuse models that our backend does not support on CUDA: too long a latent, a dtype without 16 bits."""
+    """Refuse GPUs and models that our backend does not support on CUDA."""
     if KVPOOL_BACKEND not in backends_in_use(view) or view.device == "cpu":
         return
+    remedy = f"serve it without {LAYOUT.flag}, or use bf16 with an --attention-backend of SGLang"
+    check_gpu(f"attention backend {KVPOOL_BACKEND}", remedy)
     rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
     if rank > MAX_LATENT_RANK:
         raise Refusal(
             f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
-            f"{MAX_LATENT_RANK} on CUDA; serve it without {LAYOUT.flag}, or use bf16 with an "
-            "--attention-backend of SGLang"
+            f"{MAX_LATENT_RANK} on CUDA; {remedy}"
         )
     if dtype not in ("bfloat16", "float16"):
         raise Refusal(

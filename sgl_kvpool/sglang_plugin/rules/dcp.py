@@ -18,22 +18,22 @@ fields("dcp_size")
 _GATHERED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
 
 
-def is_used(view: Any) -> bool:
-    """Whether the rows of a sequence are spread over several ranks."""
-    return (view.dcp_size or 1) > 1
+def check_ranks(view: Any) -> None:
+    """Refuse ranks that cannot be grouped, which SGLang asserts without a text, or does not notice."""
+    for flag, count, ranks, what in (
+        ("--attn-dp-size", view.attn_dp_size, view.tp_size, "tensor-parallel ranks"),
+        ("--dcp-size", view.dcp_size, same_rows_ranks(view), "attention ranks"),
+    ):
+        if count < 1 or ranks % count:
+            raise Refusal(f"{flag} {count} does not divide {ranks} {what}; give a divisor of {ranks}")
 
 
 def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
-    """Refuse models and arguments that do not work with several ranks; `view` holds the user's values."""
-    if not is_used(view):
+    """Refuse ranks, and models and arguments with several of them; `view` holds the user's values."""
+    check_ranks(view)
+    if view.dcp_size == 1:
         return
     ours = f"--dcp-size {view.dcp_size} does not work with {LAYOUT.flag} {layout}"
-    ranks = same_rows_ranks(view)  # SGLang would group ranks that attend other requests
-    if ranks % view.dcp_size:
-        raise Refusal(
-            f"--dcp-size {view.dcp_size} does not divide the {ranks} of {view.tp_size} tensor-parallel ranks "
-            f"that attend the same requests; give a divisor of {ranks}"
-        )
     if view.device == "cpu":
         raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs; leave it out")
     for unfit, reason in (
@@ -68,7 +68,7 @@ def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
 def check_backends(layout: MLAKVCacheLayout, in_use: tuple[str | None, str | None], view: Any) -> None:
     """Refuse other attention backends than ours, whatever rows they read."""
     others = [backend for backend in in_use if backend != KVPOOL_BACKEND]
-    if is_used(view) and others:
+    if view.dcp_size > 1 and others:
         raise Refusal(
             f"--dcp-size {view.dcp_size} with {LAYOUT.flag} {layout} needs attention backend "
             f"{KVPOOL_BACKEND} in all phases, and {others[0]} has not been tested over these pools; use "

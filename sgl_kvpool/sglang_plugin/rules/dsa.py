@@ -24,6 +24,7 @@ from sgl_kvpool.attention.topk_transform import (
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import models
 from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
@@ -121,12 +122,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
             f"{layout} and sparse attention, whose kernels multiply bfloat16; use --dtype bfloat16"
         )
-    capability = torch.cuda.get_device_capability()
-    if capability < (9, 0):
-        raise Refusal(
-            f"{LAYOUT.flag} {layout} needs a Hopper GPU (compute capability 9.0), and this one has "
-            f"{capability[0]}.{capability[1]}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
-        )
+    models.check_gpu(f"{LAYOUT.flag} {layout}", f"use {LAYOUT.flag} {MLAKVCacheLayout.BF16}")
     # SGLang reads `hf_config` when it resolves arguments and `hf_text_config` when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
@@ -266,7 +262,7 @@ def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[st
 
 def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
     """Layout of the rows of a pool, ours or SGLang's; None for rows of no layout."""
-    if has_layout(pool):
+    if hasattr(pool, "kv_cache_layout"):
         return pool.kv_cache_layout
     # SGLang's own pool has a dtype and a flag instead of a layout.
     dtypes = {"torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "fp8_e4m3"}
@@ -279,11 +275,6 @@ def _sglang_layout(kv_cache_dtype: str | None, *, scaled: bool) -> MLAKVCacheLay
         if (layout.sglang_kv_cache_dtype(is_dsa=True), layout.is_packed) == (kv_cache_dtype, scaled):
             return layout
     return None
-
-
-def has_layout(pool: Any) -> bool:
-    """Whether a pool was made for a layout."""
-    return hasattr(pool, "kv_cache_layout")
 
 
 def stock_layout(view: Any) -> MLAKVCacheLayout | None:

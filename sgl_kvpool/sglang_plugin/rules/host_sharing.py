@@ -24,14 +24,16 @@ def _store_owns_the_tier(view: Any) -> bool:
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    if view.hicache_storage_backend not in ("dynamic", "mooncake"):
-        return view.hicache_storage_backend in ("shm", "mori")
     try:
         text = view.hicache_storage_backend_extra_config
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    # The scheduler parses it too, and reports the error. TypeError, AttributeError: it is not a JSON object.
-    except (OSError, ValueError, TypeError, AttributeError):
-        return False
+    except Exception as error:  # of the parsers of JSON, TOML and YAML; the value may contain keys
+        raise Refusal(
+            f"--hicache-storage-backend-extra-config cannot be read ({type(error).__name__}: {error}); give "
+            "a JSON object, or @ and the path of a JSON, TOML or YAML file"
+        ) from None
+    if view.hicache_storage_backend not in ("dynamic", "mooncake"):
+        return view.hicache_storage_backend in ("shm", "mori")
     if view.hicache_storage_backend == "dynamic":
         return config.get("allocator") == "shm"
     return bool(config.get("standalone_storage", envs.MOONCAKE_STANDALONE_STORAGE.get()))
@@ -96,11 +98,12 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, s
 
     Refusal if "node" was requested, and an argument or the model prevents it.
     """
+    store_owns_the_tier = view.hicache_storage_backend is not None and _store_owns_the_tier(view)
     if requested == RANK:
         return RANK, "as requested"
     prevented = first_in_use(_PREVENTS, view)
     found = [] if prevented is None else [(prevented[1], prevented[0].reason)]
-    if _store_owns_the_tier(view):
+    if store_owns_the_tier:
         found.append(
             ("a store that allocates the tier's memory", "the ranks would have to map that memory together")
         )

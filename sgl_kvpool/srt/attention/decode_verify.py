@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.runtime_context import get_buffer, get_exec, get_parallel
+from sglang.srt.runtime_context import get_buffer, get_exec
 
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, sm_count_of, workspace_bytes
 
@@ -205,7 +205,7 @@ class ListReader:
         draft_step: int = 0,
     ):
         self.pool, self.req_to_token = pool, req_to_token
-        self.ranks, self.rank = pool.slots_per_row, get_parallel().attn_dcp_rank
+        self.ranks, self.rank = pool.slots_per_row, pool.dcp_rank
         self._own_entries = req_to_token[:, self.rank :: self.ranks]
         device, decoded_heads = req_to_token.device, heads * self.ranks  # a rank decodes the heads of all
         self.kv_lens = KVLens(requests, most_queries, device, draft_step, rank=self.rank, ranks=self.ranks)

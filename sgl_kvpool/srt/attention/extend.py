@@ -150,6 +150,13 @@ def plan_extend(
     )
 
 
+def keep_pinned(wrapper: Any) -> None:
+    """Keep the pinned memory of FlashInfer's last plan from reuse until its copy to the GPU has run."""
+    if hasattr(wrapper, "_pin_memory_int_workspace_buffer"):  # of FlashInfer's fa2 and fa3
+        # torch's allocator knows of torch's own copies only; this one runs behind FlashInfer's.
+        wrapper._pin_memory_int_workspace_buffer[:1].to(wrapper.device, non_blocking=True)
+
+
 def extend_workspace(
     fmt: RowFormat, dtype: torch.dtype, device: torch.device | str, tokens: int = WORKSPACE_TOKENS
 ) -> torch.Tensor:
@@ -217,6 +224,7 @@ class ExtendReader:
                 )
                 self._refusal_logged = True
             return False
+        keep_pinned(self.wrapper)
         return True
 
     def require(self, tokens: int) -> None:

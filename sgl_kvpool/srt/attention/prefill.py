@@ -19,7 +19,7 @@ from sgl_kvpool import env
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
-from sgl_kvpool.srt.attention.extend import ExtendReader, bounds, extend_workspace, plan_extend
+from sgl_kvpool.srt.attention.extend import ExtendReader, bounds, extend_workspace, keep_pinned, plan_extend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -143,6 +143,9 @@ def plan_ragged(
     on_host = [part.int() for part in (qo_indptr, kv_indptr)]
     if sizes.qo_indptr.is_cuda:  # FlashInfer copies them to the GPU; a pinned source makes that asynchronous
         on_host = [part.pin_memory() for part in on_host]
+        # A wrapper writes all its plans to the same pinned memory, which may not have been copied yet.
+        pinned = torch.empty_like(wrapper._pin_memory_int_workspace_buffer, pin_memory=True)
+        wrapper._pin_memory_int_workspace_buffer = pinned
     wrapper.begin_forward(
         qo_indptr=on_host[0],
         kv_indptr=on_host[1],
@@ -153,6 +156,7 @@ def plan_ragged(
         q_data_type=sizes.q_data_type,
         causal=causal,
     )
+    keep_pinned(wrapper)
 
 
 class ChunkRunner(FlashInferMhaChunkKVRunner):

@@ -16,11 +16,11 @@ protects against faults, not against forgery: whoever may write to a store can r
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,7 @@ DIRECT_IO_BYTES = 4096
 _ALIGNMENT_BYTES = 16
 #: Maximum bytes added to align a page to `DIRECT_IO_BYTES`, as a share of the rows' bytes.
 _MAX_PADDING = 0.03
-#: Threads of a process that compute checksums: four read faster than a network or a disk delivers.
+#: Threads that compute checksums: four read faster than a network or a disk delivers.
 _THREADS = 4
 #: Bytes of a page from which threads pay off; xxhash keeps the GIL for short inputs.
 _THREADED_BYTES = 1 << 18
@@ -135,11 +135,7 @@ def _map(function, pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]):
         raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
     tags = [tag] * len(pages)
     if len(pages) > 1 and len(pages[0]) >= _THREADED_BYTES:
-        return _threads().map(function, pages, tags, keys)
+        # They end with the call: none writes into a page later. If one cannot start, this one does it all.
+        with suppress(RuntimeError), ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+            return list(threads.map(function, pages, tags, keys))
     return map(function, pages, tags, keys)
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Threads of this process, which storing and fetching share."""
-    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="kvpool-checksum")

@@ -20,13 +20,12 @@ from collections.abc import Sequence
 import torch
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.page_format import DIRECT_IO_BYTES, HostPageFormat
-from sgl_kvpool.srt.host.shared_segment import NodeRanks
+from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharingRefused
 from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
 from sgl_kvpool.srt.host.tier_bytes import bytes_beside_rows
@@ -132,7 +131,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             override_kv_cache_dim=kv_pool.kv_cache_dim,
             draft_buffer_infos=infos[1:],
             dcp_size=kv_pool.slots_per_row,
-            dcp_rank=get_parallel().attn_dcp_rank,
+            dcp_rank=kv_pool.dcp_rank,
             device_capacity_tokens=kv_pool.size if capacity is None else capacity,
             start_layer=kv_pool.start_layer,
             end_layer=kv_pool.end_layer,
@@ -152,6 +151,8 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
                 super()._allocate_host_buffer()
             else:
                 self._allocate_shared_buffer(self.shared)
+        except SharingRefused:
+            raise
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
             size_bytes = self.size * self.size_per_token
             raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error

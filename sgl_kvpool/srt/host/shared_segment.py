@@ -6,11 +6,13 @@ any file system, so its memory is released when the last process that maps it en
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,10 @@ _MADV_POPULATE_WRITE = 23
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SharingRefused(Refusal):
+    """Error on all ranks of a group: the system does not let the ranks of a machine share memory."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class NodeRanks:
         places: list[Any] = [None] * dist.get_world_size(group)
         here = _machine()
         dist.all_gather_object(places, here, group=group)
+        _raise_first(places)
         members = tuple(rank for rank, place in enumerate(places) if place == here)
         fewest = min(Counter(places).values())
         return cls(group, members, members.index(dist.get_rank(group)), fewest)
@@ -83,22 +90,29 @@ class NodeRanks:
         return least.tolist()
 
 
-def _machine() -> tuple[str, int]:
+def _raise_first(found: list[Any]) -> None:
+    """Raise the first exception among values of all ranks, on all: one that went on would wait for others."""
+    for value in found:
+        if isinstance(value, Exception):
+            raise value
+
+
+def _machine() -> tuple[str, int] | SharingRefused:
     """Kernel and PID namespace: equal for processes that can open each other's files in /proc."""
     try:
         return _BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
     except OSError as error:
-        raise Refusal(
+        return SharingRefused(
             f"{error.filename} tells which ranks are on one machine and cannot be read ({error.strerror}); "
             "give --kv-host-sharing rank"
-        ) from error
+        )
 
 
 class SharedSegment:
     """Memory mapping that all ranks of a machine share; every rank of the group creates it with one size.
 
     Each rank has faulted in its part of `memory`, `[size_bytes]` uint8 zeros. `is_interleaved`: whether its
-    memory pages alternate between NUMA nodes. Refusal on all ranks if one rank of the group could not map it.
+    memory pages alternate between NUMA nodes. All raise SharingRefused if one cannot map it, OSError to fill.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):
@@ -118,25 +132,26 @@ class SharedSegment:
                 self._mapping = mmap.mmap(descriptor, size_bytes)
             except (OSError, ValueError, OverflowError) as error:
                 failed = f"{type(error).__name__}: {error}"
-        # Gather the errors of all machines; otherwise ranks of a machine without errors would later wait for
-        # the others.
-        problems = [found for found in ranks.gather_all(failed) if found is not None]
+        if failed is not None:
+            failed = SharingRefused(
+                f"the ranks of a machine could not share {size_bytes / 1e9:.2f} GB of host memory "
+                f"({failed}); give --kv-host-sharing rank, or a smaller --hicache-size"
+            )
+        found = ranks.gather_all(failed)
         if descriptor >= 0:
             os.close(descriptor)
-        if problems:
-            raise Refusal(
-                f"the ranks of a machine could not share {size_bytes / 1e9:.2f} GB of host memory "
-                f"({problems[0]}); give --kv-host-sharing rank, or a smaller --hicache-size"
-            )
+        _raise_first(found)
         assert self._mapping is not None
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        with suppress(OSError):  # a kernel without huge pages
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.is_interleaved = self._interleave()
         # The kernel keeps the memory policy with the file, for all mappings; every rank sets the same policy.
         # No page may be allocated earlier.
         ranks.gather(None)
         step = -(-size_bytes // ranks.count // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))
-        ranks.gather(None)
+        failed = self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))
+        _raise_first(ranks.gather_all(failed))
 
     def _interleave(self) -> bool:
         """Interleave memory over NUMA nodes; else a page is on the node of the rank that faults it in."""
@@ -148,19 +163,22 @@ class SharedSegment:
             logger.info("sgl-kvpool: the host tier does not alternate between NUMA nodes: mbind: %s", problem)
         return problem is None
 
-    def _fault_in(self, begin: int, end: int) -> None:
-        """Fault in memory before a request has to wait for it: the kernel provides a few GB per second."""
+    def _fault_in(self, begin: int, end: int) -> OSError | None:
+        """Fault in memory before a request waits for it, a few GB per second; the error if there is none."""
         assert self._mapping is not None
         last_logged = time.monotonic()
         for offset in range(begin, end, _STEP_BYTES):
             size = min(_STEP_BYTES, end - offset)
             try:
                 self._mapping.madvise(_MADV_POPULATE_WRITE, offset, size)
-            except OSError:  # a kernel without MADV_POPULATE_WRITE
-                self.memory[offset : offset + size].zero_()
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    return error
+                self.memory[offset : offset + size].zero_()  # a kernel without MADV_POPULATE_WRITE
             if time.monotonic() - last_logged > _PROGRESS_SECONDS:
                 last_logged = time.monotonic()
                 done, total = (offset + size - begin) / 1e9, (end - begin) / 1e9
                 logger.info(
                     "sgl-kvpool: making the shared host tier, %.0f of %.0f GB of this rank", done, total
                 )
+        return None

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
-from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt import overrides
@@ -45,7 +44,7 @@ def storage_format_tag(
         f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
     if target.slots_per_row > 1:
-        tag += f"-d{get_parallel().attn_dcp_rank}.{target.slots_per_row}"
+        tag += f"-d{target.dcp_rank}.{target.slots_per_row}"
     scales = k_scales_digest(pools)
     return f"{tag}-k{scales}" if scales else tag
 
@@ -163,7 +162,7 @@ class StorageMixin(HostKVCache):
     @overrides
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """Memory for a page from a store, `[copied_bytes / itemsize]`, like a copy by `get_data_page`."""
-        return torch.zeros(self.page_format.copied_bytes, dtype=torch.uint8).view(self.stored_dtype)
+        return torch.from_numpy(np.zeros(self.page_format.copied_bytes, np.uint8)).view(self.stored_dtype)
 
     @overrides
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
@@ -184,7 +183,8 @@ class StorageMixin(HostKVCache):
                 problem = "the bytes behind the page are not zero"
             if problem is not None:
                 raise DamagedPage(problem)
-        self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
+        # By numpy: if torch cannot start threads for SGLang's thread, the process ends.
+        self._pages.numpy()[page] = stored[: self._pages.shape[1]]
         self._lost.set(page, False)
 
     @overrides

@@ -10,7 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    MLATokenToKVPool,
+    unwrap_write_loc,
+)
+from torch.utils._pytree import tree_map_only
 
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
@@ -112,6 +118,8 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     ) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]` with the pool's own scales."""
         place = self._transfer_full_attention_id(layer.layer_id)
+        if (full_loc := unwrap_write_loc(loc_info)[2]) is not None:
+            loc_info = replace(loc_info, loc=full_loc)
         self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override=place)
 
     @overrides
@@ -121,6 +129,12 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         self.full_kv_pool.set_mla_kv_buffer(
             layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override=place
         )
+
+    @overrides
+    def get_cpu_copy(self, indices, mamba_indices=None, req_pool_index=None):
+        """SGLang's copy; on a CPU, SGLang returns a view of the live slot instead of a copy of one state."""
+        rows, states = super().get_cpu_copy(indices, mamba_indices, req_pool_index)
+        return rows, tree_map_only(torch.Tensor, torch.clone, states)
 
     @overrides
     def get_mla_kv_buffer(

@@ -294,7 +294,10 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         return [self.cross_layer.data_ptr()], [self.cross_layer.nbytes], [self.cross_layer.shape[1]]
 
     def get_device_pool_infos(self):
-        """SGLang's description of the pool. It has one stride; TypeError unless slots are row numbers."""
+        """SGLang's description of the pool. It has one stride; TypeError unless slots are row numbers.
+
+        SGLang's development branch rejects rows that are not contiguous, those of `token_major` too.
+        """
         if not self._slots_are_rows:
             raise TypeError(
                 f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "

@@ -99,17 +99,23 @@ class RowPool:
 
     @property
     def slots_per_row(self) -> int:
-        """Ranks of decode context parallelism over which SGLang's slots are spread.
+        """Ranks of decode context parallelism over which SGLang's slots are spread in this pool.
 
-        Slot s is stored by rank s % slots_per_row, as its slot s // slots_per_row.
+        Slot s is stored by rank s % slots_per_row, as its slot s // slots_per_row. 1 for a pool of which each
+        rank has all rows (`dcp_replicated`), or whose slots are a rank's own (`write_loc_is_dcp_resolved`).
         """
-        return get_parallel().attn_dcp_size
+        return self.row_pool._write_loc_dcp_span
+
+    @property
+    def dcp_rank(self) -> int:
+        """This rank among those over which the slots are spread."""
+        return get_parallel().attn_dcp_rank % self.slots_per_row
 
     def rows_to_write(self, slots: torch.Tensor) -> torch.Tensor:
         """Row numbers at which this rank stores SGLang's slots; -1 for the slots of other ranks."""
         ranks = self.slots_per_row
         if ranks > 1:
-            own = (slots >= 0) & (slots % ranks == get_parallel().attn_dcp_rank)
+            own = (slots >= 0) & (slots % ranks == self.dcp_rank)
             slots = torch.where(own, slots // ranks, -1)
         return self.slot_to_row(slots)
 

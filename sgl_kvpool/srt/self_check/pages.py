@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.codec import reference
 from sgl_kvpool.layout import RowFormat
@@ -47,7 +46,7 @@ class PageBytes:
 
 def slots_of_rank(pool: RowPool, slots: torch.Tensor) -> torch.Tensor:
     """SGLang's numbers of slots of this rank's pool: others if ranks share a prefix pool (`--dcp-size`)."""
-    return slots * pool.slots_per_row + get_parallel().attn_dcp_rank
+    return slots * pool.slots_per_row + pool.dcp_rank
 
 
 def random_values(tokens: int, fmt: RowFormat, seed: int) -> torch.Tensor:

@@ -11,9 +11,9 @@
 namespace kvpool {
 
 constexpr int kWarp = 32;
-constexpr int kCopyThreads = 1024;
+constexpr int kCopyThreads = 512;     // up to 64 registers each, those of one decode program where an SM has two
 constexpr int kConvertThreads = 512;  // up to 128 registers each
-constexpr int kLoadsInFlight = 4;     // per lane: 2 KB per warp, 1 MB for 16 blocks, more than a link has in flight
+constexpr int kLoadsInFlight = 4;     // per lane: 2 KB per warp with words of 16 bytes
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -22,7 +22,7 @@ inline void check(cudaError_t status, const char* what) {
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer transfer) {
+__global__ void __launch_bounds__(kCopyThreads, 2) copy_pages_kernel(Transfer transfer) {
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(kCopyThreads) + threadIdx.x) / kWarp;
   const int64_t warps = gridDim.x * static_cast<int64_t>(kCopyThreads / kWarp);

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import pwd
+import re
 import resource
 import shutil
 import subprocess
@@ -12,12 +14,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from live_processes import alive
 from ml_dtypes import _ml_dtypes_ext
 
+from sgl_kvpool.cli import main
 from sgl_kvpool.commands import doctor
-from sgl_kvpool.commands.doctor import compiled_code, probes
+from sgl_kvpool.commands.doctor import as_text, compiled_code, probes
 from sgl_kvpool.commands.doctor.probes import Finding
+from sgl_kvpool.commands.warmup.steps import CACHES
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import hook_points
 
@@ -79,6 +84,29 @@ def test_what_would_be_used_on_cuda_and_on_other_devices():
     facts = probes.used("xpu").facts
     assert facts["fp4"] == facts["fp8_block_scale"] == "refused on xpu in this release"
     assert "kvpool_mla" not in facts["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "note"),
+    [
+        ((8, 0), "needs a Hopper GPU (compute capability 9.0), and this one has 8.0"),
+        ((9, 0), None),
+        ((10, 3), "was compiled and tested for 9.0 (H100, H200) only"),
+    ],
+)
+def test_a_gpu_that_is_no_hopper(monkeypatch, capability, note):
+    """What a server says at start is in the report, where it names the layouts too."""
+    described = SimpleNamespace(name="GPU", major=capability[0], minor=capability[1], total_memory=1)
+    monkeypatch.setattr(probes, "in_child", lambda name: Finding() if name != "gpu" else probes.gpu())
+    for name, answer in (("is_available", True), ("device_count", 1), ("get_device_properties", described)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    findings = doctor.examine()
+    assert [one for one in findings["gpu"].notes if "GPU:" in one] == [f"GPU: kvpool_mla {note}"] * bool(note)
+    facts, before = findings["would be used"].facts, capability < (9, 0)
+    assert facts["fp4"] == (
+        f"refused: kvpool_mla {note}" if before else "attention by kvpool_mla, chosen by default"
+    )
+    assert facts["bf16"].endswith("SGLang's choice" if before else "or by kvpool_mla if you name it")
 
 
 def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
@@ -251,6 +279,40 @@ def test_damaged_libraries_are_named(monkeypatch, tmp_path, caches):
     ]
 
 
+def test_folders_of_code_that_others_can_change(tmp_path, caches):
+    order = ("own", "sglang", "torch", "triton", "flashinfer")
+    folders = {CACHES[name].folder(): CACHES[name].variable for name in order}
+    for folder in folders:
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    assert compiled_code().problems == [
+        f"other accounts can change what is loaded from {folder}: any account may write into {folder} (mode "
+        f"0777); use a folder that only this account can write (chmod 700), or set {variable} to one"
+        for folder, variable in folders.items()
+    ]
+
+
+def test_a_cache_that_cannot_be_written_or_found(monkeypatch, tmp_path, caches, capsys):
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    (problem,) = compiled_code().problems
+    assert problem == (
+        f"{tmp_path}/TVM_FFI_CACHE_DIR/sgl_kvpool cannot be written, and servers cannot compile what it "
+        "lacks; set TVM_FFI_CACHE_DIR to a folder of this account"
+    )
+    # A container that runs as any account.
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    said = "{} cannot be found, as neither HOME nor passwd names a home folder; set {} to a folder of this "
+    said += "account"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    assert said.format("~/.cache/torch_extensions", "TORCH_EXTENSIONS_DIR") in compiled_code().problems
+    monkeypatch.delenv("TVM_FFI_CACHE_DIR")
+    text = said.format("~/.cache/tvm-ffi", "TVM_FFI_CACHE_DIR")
+    assert doctor._guarded(compiled_code).problems == [text]
+    assert main(["warmup", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"sgl-kvpool: {text}"
+
+
 def test_truncated_libraries_of_others_are_named(tmp_path, caches):
     real = Path(_ml_dtypes_ext.__file__).read_bytes()  # its table of sections is its end
     parts = ("SGLANG_JIT_CACHE_DIR/x", "TORCH_EXTENSIONS_DIR/x", "TRITON_CACHE_DIR/x",
@@ -272,6 +334,18 @@ def test_free_memory_is_what_sglang_finds(monkeypatch):
     assert finding.facts["free_bytes"] <= (10 << 30) - 7
     assert finding.facts["host_tier_bytes"] == 0
     assert any("--enable-hierarchical-cache would not start" in note for note in finding.notes)
+
+
+def test_the_cuda_toolkit_is_named(monkeypatch, tmp_path):
+    def report(home):
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        return as_text({"host": probes.host()})
+
+    assert f"note: {tmp_path}: no bin/nvcc, cuda_runtime.h and libcudart; " in report(tmp_path)
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert re.search(f"CUDA toolkit +{tmp_path}\n", report(tmp_path))
 
 
 def test_a_control_group_outside_the_namespace(monkeypatch):

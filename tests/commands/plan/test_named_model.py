@@ -1,17 +1,22 @@
 """`sgl-kvpool plan --model owner/name`: config.json from Hugging Face or its cache, or an early refusal."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from sgl_kvpool.commands import plan as command
 
+#: Files of a repository.
+FILES = ("config.json", "code.py")
 V32 = Path(__file__).resolve().parent / "configs" / "deepseek_v32.json"
 
 #: The command, with another time limit for Hugging Face.
@@ -64,6 +69,43 @@ def test_a_name_that_was_looked_up_before(tmp_path):
         done = hugging_face(tmp_path, 1, code, ["nobody/cached"], HF_ENDPOINT=endpoint)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{snapshot}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "trusted"),
+    [
+        (["plan", "--gpu-gb", "80"], False),
+        (["plan", "--gpu-gb", "80", "--", "--trust-remote"], True),  # SGLang accepts shortened names
+        (["warmup", "--device", "cpu"], False),
+    ],
+)
+def test_code_is_fetched_only_if_it_is_trusted(words, trusted, tmp_path):
+    requested = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requested.append(self.path)
+            files = [{"type": "file", "path": name, "size": 2, "oid": name} for name in FILES]
+            answer = files if "/tree/" in self.path else {"id": "nobody/new", "sha": "0" * 40}
+            body = json.dumps(answer).encode()
+            self.send_response(200 if self.path.startswith("/api/models/nobody/new") else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        command = [words[0], "--model", "nobody/new", *words[1:]]
+        done = hugging_face(tmp_path, 9, arguments=command, HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}")
+        hub.shutdown()
+    assert done.returncode == 2
+    fetched = {name for name in FILES if any(path.endswith(name) for path in requested)}
+    assert fetched == {"config.json", *["code.py"] * trusted}
 
 
 def test_names_of_drafts_are_looked_up_too(tmp_path):

@@ -327,7 +327,7 @@ def test_a_run_from_the_shell():
         *(Path(sys.executable).parent / "sgl-kvpool", "plan", "--model", CONFIGS / "kimi_linear.json"),
         *("--gpu-gb", "79.6", "--tp", "2", "--weights-gb", "91", "--host-gb", "200"),
         *("--context", "131072", "--json"),
-        *("--", "--mamba-full-memory-ratio", "0.3"),
+        *("--", "--mamba-full-memory-ratio", "0.3", "--admin-api-key", "5ecret="),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -345,5 +345,6 @@ def test_a_run_from_the_shell():
     assert fp4["token_bytes"] == 7 * 416
     assert fp4["hicache_size_gb"] == 100
     assert fp4["host_slots"] > 0
-    assert "--mamba-full-memory-ratio 0.3" in fp4["command"]
+    assert "--mamba-full-memory-ratio 0.3 --admin-api-key SECRET" in fp4["command"]
+    assert "5ecret" not in done.stdout + done.stderr
     assert servers["bf16", in_order[-1]]["host_tokens"] > servers["bf16", None]["host_tokens"]

@@ -96,7 +96,7 @@ def steps_of(options):
     """Launches and calls of each step for one server, by the step's name."""
     from sgl_kvpool import KVArrangement, MLAKVCacheLayout
     from sgl_kvpool.commands.warmup import attention, steps
-    from sgl_kvpool.commands.warmup.steps import Served
+    from sgl_kvpool.commands.warmup.served import Served
 
     layout = MLAKVCacheLayout(options.pop("layout"))
     options["arrangement"] = KVArrangement(options.pop("arrangement", "layer_major"))

@@ -1,5 +1,6 @@
 """`sgl-kvpool warmup` on a CPU, with g++: what it compiles is what another process finds."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -109,15 +110,31 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
 # Arguments
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(trusted, tmp_path):
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('ran')\n")
+    own = environment(tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
+    done = run([*CPU, "--model", str(tmp_path), *["--trust-remote-code"] * trusted], own)
+    assert done.returncode == 2
+    assert (tmp_path / "ran").exists() == trusted
+    said = f"{tmp_path} cannot be read without Python code of its own; read that code, and give "
+    said = "ran" if trusted else f"{said}--trust-remote-code to run it"
+    assert done.stderr.splitlines()[-1] == f"sgl-kvpool: {said}"
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--device", "cpu", "--model", "/nowhere"], "'/nowhere' does not exist"),
+        (["--device", "cuda"], "run warmup once where it does, with these variables' folders on a volume"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
         (["--device", "cpu", "--tp", "4", "--dcp-size", "3"], "--dcp-size 3 does not divide --tp 4, "),
     ],
 )
-def test_servers_that_cannot_exist_are_refused(argv, said, capsys):
+def test_servers_that_cannot_exist_are_refused(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["warmup", *argv]) == 2
     assert said in capsys.readouterr().err
 

@@ -131,7 +131,7 @@ def test_lists_are_as_long_as_sglang_makes_them():
     """The width of the request table is compiled into kernels."""
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    from sgl_kvpool.commands.warmup.steps import DEEPSEEK_V3
+    from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3
 
     source = inspect.getsource(kv_cache_configurator)
     assert set(re.findall(r"extra_max_context_len = (\d+)", source)) == {"4"}

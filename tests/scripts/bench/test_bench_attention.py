@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.bench.attention.benchmark import Attention
 from scripts.bench.attention.cases import CPU_GRID, Workload, cases
@@ -104,6 +105,28 @@ def test_times_in_a_graph_are_checked_too():
     device.wrong = True
     row = measured(device=device)
     assert (row["status"], row["reason"][:15]) == ("wrong", "in a CUDA graph")
+
+
+@pytest.mark.parametrize(
+    ("error", "runner", "status"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), "kvpool", "wrong"),
+        (RuntimeError("operation not permitted when stream is capturing"), "flashmla", "measured"),
+        (torch.OutOfMemoryError("graph"), "kvpool", "measured"),
+    ],
+)
+def test_our_kernel_is_wrong_if_it_cannot_be_captured(error, runner, status):
+    class Graphs(CpuDevice):
+        def graph_us(self, calls):
+            raise error
+
+    bench = Attention(Namespace(quick=False, device="cpu"))
+    bench.start()
+    bench.device = Graphs()
+    bench.runners[runner] = Fake(lambda call: call())
+    row = result_of(bench, {**CASE, "runner": runner})
+    assert row["status"] == status
+    assert str(error) in row["no_graph" if status == "measured" else "reason"]
 
 
 def test_our_kernel_is_right_on_every_workload_and_layout():

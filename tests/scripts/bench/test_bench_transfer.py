@@ -9,6 +9,8 @@ from emulated import calls, tools
 
 from scripts.bench import transfer, transfer_gpu
 from scripts.bench.sweep import Benchmark, result_of
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention import decode_config
 
 
 def test_every_pool_on_a_cpu(monkeypatch):
@@ -49,6 +51,8 @@ class Emulated(transfer_gpu.Gpu):
     def model_step(self):
         return lambda: None
 
+    decode_step = staticmethod(lambda: None)
+
 
 @pytest.mark.parametrize(
     "shape",
@@ -73,9 +77,25 @@ def test_every_engine_gets_a_row(shape, monkeypatch):
         row = transfers.measure(case)
         row_bytes = {"bf16": 1152, "fp4": 416}[case["host_layout"]]
         assert row["moved_bytes"] == case["pages"] * 3 * 2 * row_bytes
-        for name in ("submit_us", "solo_of_pinned_copy", "of_pinned_copy", "model_step_ratio"):
+        for name in (
+            "submit_us",
+            "solo_of_pinned_copy",
+            "of_pinned_copy",
+            "model_step_ratio",
+            "decode_step_ratio",
+        ):
             assert row[f"to_host_{name}"] >= 0  # a ratio on a busy machine is rounded to 0
             assert row[f"to_device_{name}"] >= 0
+
+
+@pytest.mark.parametrize("sm_count", [132, 114])
+def test_the_decode_beside_transfers_fills_every_sm(sm_count, monkeypatch):
+    """A transfer that takes the place of one program delays the whole decode by a second round."""
+    monkeypatch.setattr(decode_config, "decode_kernel_of", lambda fmt: "gluon")
+    work = transfer_gpu.decode_workload(sm_count)
+    fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
+    config = decode_config.decode_config(fmt, work.heads, 1, work.batch, work.rows_per_list, sm_count)
+    assert config.tiles * config.splits * work.batch == sm_count * config.tile.programs_per_sm
 
 
 def test_targets_on_a_gpu():

@@ -194,5 +194,3 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
 def test_the_first_case_of_each_function_comes_first():
     names = ["a.py::x[1]", "a.py::x[2]", "a.py::y", "b.py::x[7]", "b.py::x[8]", "b.py::x[9]"]
     assert in_order(names) == [names[0], names[2], names[3], names[1], names[4], names[5]]
-    found = in_order(names, "b.py::x[8]", ["a.py"])
-    assert found == [names[4], names[3], names[5], names[0], names[2], names[1]]

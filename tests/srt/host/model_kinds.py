@@ -72,12 +72,12 @@ def publish_server(
     return args
 
 
-def request_pool(kind="kda", slots=6):
+def request_pool(kind="kda", slots=6, context=64):
     """SGLang's request table with the states of a hybrid model."""
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
     return HybridReqToTokenPool(
-        size=4, mamba_size=slots, mamba_spec_state_size=0, max_context_len=64, device="cpu",
+        size=4, mamba_size=slots, mamba_spec_state_size=0, max_context_len=context, device="cpu",
         enable_memory_saver=False, cache_params=pools.cache_params(kind, STATE_LAYERS),
         mamba_layer_ids=STATE_LAYERS, enable_mamba_extra_buffer=True,
     )  # fmt: skip

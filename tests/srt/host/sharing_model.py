@@ -34,13 +34,14 @@ class Rank(rank_processes.Rank):
         store=None,
         ratio=1.0,
         drafts=0,
+        chosen=False,
     ):
         args = publish_server(
             self.patch, rank=self.rank, page_size=page_size, store=store, shared="node", hicache_ratio=ratio,
             tp_size=RANKS,
         )  # fmt: skip
         given = KINDS["dense"], layout, page_size, TOKENS // page_size
-        options = {"host_tier": HostTierOptions(host, sharing="node")}
+        options = {"host_tier": HostTierOptions(host, sharing="node", may_unshare=chosen)}
         # Drafts keep layer_major, whatever the target's arrangement.
         packed = tuple(pool_of(*given, draft="dense", **options) for _ in range(drafts))
         return build(args, self.groups, pool_of(*given, arrangement=arrangement, **options), packed=packed)

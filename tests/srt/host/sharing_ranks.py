@@ -13,7 +13,7 @@ import rank_processes
 import torch.distributed as dist
 from codec_oracle import ROW_BYTES, narrower
 from sharing_model import LONGER, OTHER, PAGE_SIZE, RANKS, SHORT, Rank
-from sharing_starts import no_mapping, own_draft, self_checked, small_budget, without_memory
+from sharing_starts import alone, empty, no_mapping, own_draft, self_checked, small_budget, without_memory
 from sharing_stores import aborted, from_store, write_back_later
 from test_hybrid_tree import break_backups, prompt
 from tree_model import Request
@@ -231,6 +231,10 @@ CASES = {
     "own-draft": own_draft,
     **{f"no-memory-{rank}": without_memory(rank, small_budget) for rank in (0, 2)},
     **{f"unmapped-{rank}": without_memory(rank, no_mapping) for rank in (0, 2)},
+    "empty-2": without_memory(2, empty),
+    "alone-0": alone(0, "memfd_create"),
+    "alone-2": alone(2, "open"),
+    "machines-alone": on_machines(alone(2, "memfd_create")),
     "machines-unmapped": on_machines(without_memory(2, no_mapping)),
     "checked": self_checked(),
     "checked-narrower": self_checked("bf16", "page_major", "fp4"),

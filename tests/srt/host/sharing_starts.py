@@ -29,12 +29,41 @@ def small_budget(patch):
     patch.setattr(base, "host_memory_budget_bytes", lambda _: 1000)
 
 
-def no_mapping(patch):
-    def refuse(*_):
-        raise OSError(12, "Cannot allocate memory")
+def empty(patch):
+    """The kernel provides no memory for this rank's part."""
+    from sgl_kvpool.srt.host.shared_segment import SharedSegment
 
-    for call in ("ftruncate", "open"):  # of the first rank, of the others
+    error = OSError(14, "Bad address")
+    patch.setattr(SharedSegment, "_fault_in", lambda *_: error)
+
+
+def no_mapping(patch, calls=("ftruncate", "open"), code=12):
+    """The system refuses calls: of the first rank, of the others."""
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    for call in calls:
         patch.setattr(os, call, refuse)
+
+
+def alone(rank, call):
+    """`auto` chose sharing, and the system refuses a call of one rank."""
+
+    def case(ranks):
+        from sgl_kvpool.sglang_plugin.hooks import host_tier
+
+        said = []
+        ranks.patch.setattr(host_tier.logger, "warning", lambda text, *args: said.append(text % args))
+        if ranks.rank == rank:
+            no_mapping(ranks.patch, [call], 1)
+        model = ranks.model(chosen=True)
+        model.put(LONGER)
+        model.evict()
+        own = model.tier.shared is None and model.tier.size == model.pool.size + PAGE_SIZE
+        return {"lengths": [model.check(LONGER)], "own": own, "said": said}
+
+    return case
 
 
 def own_draft(ranks):

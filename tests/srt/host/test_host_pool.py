@@ -121,6 +121,24 @@ def test_ratio_and_size_count_the_layouts_bytes(layout):
     assert by_size.page_num == int(1e6 // token_bytes) // 4 + 1
 
 
+def test_a_slot_is_allocated_and_freed_once():
+    """Freed slots wait until no others are free; with their new owner, nothing of them is lost."""
+    tier = host_pool(device_pool("fp4"))
+    one, other = tier.alloc(8), tier.alloc(4)
+    tier._lost.set(one // 4, True)
+    assert tier.free(one) == 8
+    rest = [tier.alloc(tier.available_size() - 8), tier.alloc(8), tier.alloc(4)]
+    assert rest[1].tolist() == one.tolist()
+    assert (rest[2], tier.host_indices_problem(one)) == (None, None)
+    tier.free_slots = other
+    with pytest.raises(AssertionError, match="Double-alloc"):
+        tier.alloc(4)
+    tier.clear()
+    for freed in (one, other):
+        with pytest.raises(AssertionError, match="Double-free"):
+            tier.free(freed)
+
+
 # ------------------------------------------------------------------ the view of stores and peers
 
 

@@ -81,18 +81,22 @@ def test_chunks_cover_everything_once_and_cut_no_page(pages, page_bytes, chunk_b
     assert all(size <= max(chunk_bytes, smallest) for _, size in chunks)
 
 
-def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):
-    """SGLang's `destroy` then unregisters nothing."""
+@pytest.mark.parametrize("refused", [True, False])
+def test_destroy_unregisters_what_was_pinned_once(no_reserve, monkeypatch, failures, refused):
+    """A tier whose memory cannot be pinned is pageable."""
     from sglang.srt.mem_cache.pool_host import base
 
     real = torch._C._cudart  # its enum and messages need no driver
     cudart = mock.Mock(cudaGetErrorString=real.cudaGetErrorString)
-    cudart.cudaHostRegister.return_value = real.cudaError(2)
+    cudart.cudaHostRegister.return_value = real.cudaError(2 if refused else 0)
+    cudart.cudaHostUnregister.return_value = real.cudaError(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(base, "_is_cuda", True)  # without CUDA, SGLang never unregisters
     tier = host_pool(device_pool("fp4"), pin_memory=True)
-    assert not tier.pin_memory
+    assert tier.pin_memory is not refused
     tier.destroy()
-    cudart.cudaHostRegister.assert_called()
-    cudart.cudaHostUnregister.assert_not_called()
-    assert failures() == {"registration": 1}
+    tier.destroy()
+    pinned = [mock.call(call.args[0]) for call in cudart.cudaHostRegister.call_args_list]
+    assert pinned
+    assert cudart.cudaHostUnregister.call_args_list == ([] if refused else pinned)
+    assert failures() == ({"registration": 1} if refused else {})

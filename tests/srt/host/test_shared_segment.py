@@ -1,19 +1,104 @@
 """Flags of lost pages, parts of ranks, logs of allocators; memory that ranks share: test_sharing_ranks.py."""
 
+import errno
+import mmap
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from host_tier import host_pool
+from pools import device_pool
 
 from sgl_kvpool.srt.host.shared_tier import AllocationLog, LostPages, first_difference
 
 
-def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path):
+def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path, process_group):
     """Some sandboxes lack the file in /proc."""
     from sgl_kvpool.srt.host import shared_segment
 
     monkeypatch.setattr(shared_segment, "_BOOT_ID", tmp_path / "boot_id")
     with pytest.raises(ValueError, match="boot_id .* cannot be read .*; give --kv-host-sharing rank"):
-        shared_segment._machine()
+        shared_segment.NodeRanks.of(process_group)
+
+
+class Mapping(mmap.mmap):
+    """A mapping whose calls of madvise are recorded; `at[advice]` is called before that advice."""
+
+    def __new__(cls, descriptor, size):
+        cls.file = os.dup(descriptor)
+        return super().__new__(cls, descriptor, size)
+
+    def madvise(self, advice, *part):
+        self.calls.append((advice, *part))
+        self.at.get(advice, lambda: None)()
+        return super().madvise(advice, *part)
+
+
+@pytest.fixture
+def mapping(monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    Mapping.calls, Mapping.at = [], {}
+    yield Mapping
+    os.close(Mapping.file)
+
+
+def one_rank(process_group, size):
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
+
+    return SharedSegment(NodeRanks.of(process_group), size)
+
+
+def fails(code):
+    def call():
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def area_of(memory):
+    """Fields of /proc/self/smaps of the mapping that begins with this memory."""
+    fields = Path("/proc/self/smaps").read_text().split(f"\n{memory.data_ptr():x}-")[1].splitlines()[1:25]
+    return {name: value.split() for name, _, value in (line.partition(":") for line in fields)}
+
+
+POPULATE = 23  # MADV_POPULATE_WRITE
+
+
+def test_huge_pages_are_asked_for_before_the_memory_is_there(process_group, mapping):
+    """Where the kernel allows them for shared memory (`shmem_enabled`), some are mapped."""
+    segment = one_rank(process_group, 32 << 20)
+    area = area_of(segment.memory)
+    assert area["Size"] == area["Rss"] == ["32768", "kB"]
+    assert mapping.calls == [(mmap.MADV_HUGEPAGE,), (POPULATE, 0, 32 << 20)]
+    assert "hg" in area["VmFlags"]
+    assert area["THPeligible"] == ["0"] or int(area["ShmemPmdMapped"][0]) > 0
+
+
+def test_a_kernel_without_huge_pages_and_populating(process_group, mapping, monkeypatch):
+    from sgl_kvpool.srt.host import shared_segment
+
+    mapping.at = {mmap.MADV_HUGEPAGE: fails(errno.EINVAL)}
+    monkeypatch.setattr(shared_segment, "_MADV_POPULATE_WRITE", 12345)  # which this kernel does not know
+    segment = one_rank(process_group, 1 << 20)
+    assert area_of(segment.memory)["Rss"] == ["1024", "kB"]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: os.ftruncate(Mapping.file, 4096), "Bad address"),  # an access would end the process: SIGBUS
+        (fails(errno.ENOMEM), "Cannot allocate memory"),
+    ],
+)
+def test_memory_that_the_kernel_does_not_provide(process_group, no_reserve, mapping, call, reason):
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks
+
+    mapping.at = {POPULATE: call}
+    said = rf"needs 0\.\d\d GB for \d+ tokens .*{reason}.* Give a smaller --hicache-ratio"
+    with pytest.raises(ValueError, match=said):
+        host_pool(device_pool("fp4"), node_ranks=NodeRanks.of(process_group))
 
 
 def test_a_rank_cannot_clear_what_another_one_lost():

@@ -241,6 +241,21 @@ def test_memory_that_one_rank_cannot_map_is_an_error_of_all(seen, case):
     assert "give --kv-host-sharing rank" in error
 
 
+@pytest.mark.parametrize("case", ["alone-0", "alone-2", "machines-alone"])
+def test_sharing_that_auto_chose_and_the_system_refuses_is_left_out_by_all(seen, case):
+    """One rank warns."""
+    assert agreed(seen[case]) == ([len(LONGER)], [{}] * RANKS)
+    assert [found["own"] for found in seen[case]] == [True] * RANKS
+    ((line,), *others) = (found["said"] for found in seen[case])
+    assert others == [[], []]
+    assert "(PermissionError: [Errno 1] Operation not permitted)" in line
+
+
+def test_memory_that_one_rank_is_not_given_is_an_error_of_all(seen):
+    (error,) = {found["error"] for found in seen["empty-2"]}
+    assert "(OSError: [Errno 14] Bad address)" in error
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, rank):
     """No rank allocates, so no rank waits for the others."""

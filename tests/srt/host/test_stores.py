@@ -235,9 +235,13 @@ def test_names_that_are_too_long_are_refused_at_start(controller_of, store):
     ):
         controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 130)
     without = controller_of(device_pool("fp4", pages=9), model_name="m" * 130)
-    with pytest.raises(ValueError, match="255 at most"):  # a store that is attached while serving
-        without.attach_storage_backend("file", model_name="m" * 130)
-    assert not without.enable_storage
+    for backend in ("file", "nixl"):  # a store that is attached while serving
+        with pytest.raises(ValueError, match=rf"^--hicache-storage-backend {backend} names .* 255 at most"):
+            without.attach_storage_backend(backend, model_name="m" * 130)
+        assert not without.enable_storage
+    objects = {"plugin": {"obj": {"active": True}}}  # their keys may be longer; there is no bucket or no NIXL
+    with pytest.raises((RuntimeError, ImportError)):
+        without.attach_storage_backend("nixl", model_name="m" * 130, storage_backend_extra_config=objects)
     longest = controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 100)
     filled(longest)
     assert put(longest)
