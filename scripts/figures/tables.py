@@ -122,9 +122,9 @@ def token_table() -> str:
     for layout in MLAKVCacheLayout:
         row, sparse = (layout.pool_row_format(512, 64, is_dsa=is_dsa).row_bytes for is_dsa in (False, True))
         token = LAYERS * row
-        sizes = [token, token + row, LAYERS * (sparse + INDEX_KEY_BYTES), 7 * row]
-        cells = [*map(str, sizes), f"{131072 * token / 1e9:.2f}", f"{1e6 / token:.1f}"]
-        lines.append([f"`{layout}`", *cells])
+        counts = token, token + row, LAYERS * (sparse + INDEX_KEY_BYTES), 7 * row
+        sums = f"{131072 * token / 1e9:.2f}", f"{1e6 / token:.1f}"
+        lines.append([f"`{layout}`", *map(str, counts), *sums])
     titles = (
         f"bytes per token | DeepSeek-V3, R1, Kimi-K2: {LAYERS} layers | with an MTP layer | "
         f"DeepSeek-V3.2: {LAYERS} layers and index keys | Kimi-Linear: 7 of 27 layers | "

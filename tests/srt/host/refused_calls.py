@@ -7,8 +7,8 @@ import struct
 
 #: Numbers of system calls, and of the audit's name of the machine.
 NUMBERS = {
-    "x86_64": {"seccomp": 317, "clone": 56, "clone3": 435, "memfd_create": 319},
-    "aarch64": {"seccomp": 277, "clone": 220, "clone3": 435, "memfd_create": 279},
+    "x86_64": {"seccomp": 317, "clone": 56, "clone3": 435},
+    "aarch64": {"seccomp": 277, "clone": 220, "clone3": 435},
 }
 THREADS = ("clone", "clone3")
 

@@ -37,8 +37,7 @@ class Rank(rank_processes.Rank):
         fetch(again, tokens)
         found = {"files": len(files(store, False)), "length": again.check(tokens)}
         again.controller.detach_storage_backend()
-        # A store without copies.
-        filled(again.tier)
+        filled(again.tier)  # for a store without copies
         again.controller.storage_backend = MemoryStore(again.tier)
         return {**found, "put": put(again.controller), "hits": get(again.controller)[0]}
 

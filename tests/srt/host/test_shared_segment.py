@@ -24,7 +24,7 @@ def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path, p
 
 
 class Mapping(mmap.mmap):
-    """A mapping whose calls of madvise are recorded; `at[advice]` is called before that advice."""
+    """A mapping whose calls of madvise are recorded; `at[advice]` is called or raised before it."""
 
     def __new__(cls, descriptor, size):
         cls.file = os.dup(descriptor)
@@ -32,7 +32,10 @@ class Mapping(mmap.mmap):
 
     def madvise(self, advice, *part):
         self.calls.append((advice, *part))
-        self.at.get(advice, lambda: None)()
+        act = self.at.get(advice, int)
+        if isinstance(act, OSError):
+            raise act
+        act()
         return super().madvise(advice, *part)
 
 
@@ -42,19 +45,6 @@ def mapping(monkeypatch):
     Mapping.calls, Mapping.at = [], {}
     yield Mapping
     os.close(Mapping.file)
-
-
-def one_rank(process_group, size):
-    from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
-
-    return SharedSegment(NodeRanks.of(process_group), size)
-
-
-def fails(code):
-    def call():
-        raise OSError(code, os.strerror(code))
-
-    return call
 
 
 def area_of(memory):
@@ -68,7 +58,9 @@ POPULATE = 23  # MADV_POPULATE_WRITE
 
 def test_huge_pages_are_asked_for_before_the_memory_is_there(process_group, mapping):
     """Where the kernel allows them for shared memory (`shmem_enabled`), some are mapped."""
-    segment = one_rank(process_group, 32 << 20)
+    from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
+
+    segment = SharedSegment(NodeRanks.of(process_group), 32 << 20)
     area = area_of(segment.memory)
     assert area["Size"] == area["Rss"] == ["32768", "kB"]
     assert mapping.calls == [(mmap.MADV_HUGEPAGE,), (POPULATE, 0, 32 << 20)]
@@ -79,9 +71,9 @@ def test_huge_pages_are_asked_for_before_the_memory_is_there(process_group, mapp
 def test_a_kernel_without_huge_pages_and_populating(process_group, mapping, monkeypatch):
     from sgl_kvpool.srt.host import shared_segment
 
-    mapping.at = {mmap.MADV_HUGEPAGE: fails(errno.EINVAL)}
+    mapping.at = {mmap.MADV_HUGEPAGE: OSError(errno.EINVAL, "Invalid argument")}
     monkeypatch.setattr(shared_segment, "_MADV_POPULATE_WRITE", 12345)  # which this kernel does not know
-    segment = one_rank(process_group, 1 << 20)
+    segment = shared_segment.SharedSegment(shared_segment.NodeRanks.of(process_group), 1 << 20)
     assert area_of(segment.memory)["Rss"] == ["1024", "kB"]
 
 
@@ -89,7 +81,7 @@ def test_a_kernel_without_huge_pages_and_populating(process_group, mapping, monk
     ("call", "reason"),
     [
         (lambda: os.ftruncate(Mapping.file, 4096), "Bad address"),  # an access would end the process: SIGBUS
-        (fails(errno.ENOMEM), "Cannot allocate memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
     ],
 )
 def test_memory_that_the_kernel_does_not_provide(process_group, no_reserve, mapping, call, reason):
