@@ -1,30 +1,30 @@
 """Compiled operators of SGLang's model classes that are replaced, and SGLang's Python that looks for CUDA's.
 
-The real ones are kernels on the current stream: none reads or writes memory of the caller later. What one
-writes is marked by its schema, in `libraries.WRITES` or passed to `launches.launch`; each call is checked.
+What one writes is marked by its schema, in `libraries.WRITES` or passed to `launches.launch`; each call is
+checked. The real ones are kernels on the current stream, and access no memory of the caller in another order.
 
-| package | replaced | by | writes |
-|---|---|---|---|
-| torch | `aten::mm` with `out_dtype` | `model_operators` | a new tensor |
-| sgl_kernel | `moe_align_block_size` | `model_operators` | ids, experts, count |
-| sgl_kernel | `moe_sum_reduce`; its schema marks nothing | `model_operators` | `output` |
-| sglang.kernels | `jit_dsv3_fused_a_gemm` | `model_operators` | a new tensor |
-| sglang.kernels | `tiny_gemm_bf16` | `model_operators` | `out` |
-| sglang.kernels | `fused_topk_deepseek` | `model_operators` | weights, experts |
-| sglang.kernels | `apply_rope_inplace` | `model_operators` | `q`, `k` |
-| `load_jit` | `fused_add_rmsnorm` | `model_operators` | `x`, `residual` |
-| `load_jit` | `rmsnorm`, `run_activation`, `hadamard_transform` | `model_operators` | `out` |
-| `load_jit` | `fused_eh_norm` | `draft_operators` | `out` |
-| `load_jit` | `build_tree_kernel_efficient` | `draft_operators` | mask, positions, links |
-| `load_jit` | `verify_tree_greedy` | `draft_operators` | accepted tokens |
-| `load_jit` | the modules of `indexer_operators.MODULES` | `indexer_operators` | keys, queries, weights |
-| `load_jit` | `topk_plan`, `topk_transform_*` | `indexer_operators` | the plan, the lists |
-| deep_gemm | `fp8_mqa_logits`, `fp8_paged_mqa_logits` | `indexer_operators` | new scores, NaN outside |
-| flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` |
-| flashinfer | `layernorm_cute` | `model_operators` | `out` |
-| sglang | `CustomOpWrapper.real_impl`, of operators in Python | their functions | as CUDA tensors get it |
-| sglang.kernels | `get_max_active_clusters` | a number | |
-| sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | |
+| package | replaced | by | writes | accessed late |
+|---|---|---|---|---|
+| torch | `aten::mm` with `out_dtype` | `model_operators` | a new tensor | nothing |
+| sgl_kernel | `sgl_kernel::moe_align_block_size` | `model_operators` | ids, experts, count | nothing |
+| sgl_kernel | `sgl_kernel::moe_sum_reduce`, unmarked | `model_operators` | `output` | nothing |
+| sglang.kernels | `sglang::jit_dsv3_fused_a_gemm` | `model_operators` | a new tensor | nothing |
+| sglang.kernels | `sglang::tiny_gemm_bf16` | `model_operators` | `out` | nothing |
+| sglang.kernels | `sglang::fused_topk_deepseek` | `model_operators` | weights, experts | nothing |
+| sglang.kernels | `sglang::apply_rope_inplace` | `model_operators` | `q`, `k` | nothing |
+| `load_jit` | `fused_add_rmsnorm` | `model_operators` | `x`, `residual` | nothing |
+| `load_jit` | `rmsnorm`, `run_activation`, `hadamard_transform` | `model_operators` | `out` | nothing |
+| `load_jit` | `fused_eh_norm` | `draft_operators` | `out` | nothing |
+| `load_jit` | `build_tree_kernel_efficient` | `draft_operators` | mask, positions, links | nothing |
+| `load_jit` | `verify_tree_greedy` | `draft_operators` | accepted tokens | nothing |
+| `load_jit` | modules in `indexer_operators.MODULES` | `indexer_operators` | keys, queries | nothing |
+| `load_jit` | `topk_plan`, `topk_transform_*` | `indexer_operators` | the plan, the lists | nothing |
+| deep_gemm | `deep_gemm::fp8_*mqa_logits` | `indexer_operators` | new scores, NaN outside | nothing |
+| flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` | nothing |
+| flashinfer | `layernorm_cute` | `model_operators` | `out` | nothing |
+| sglang | `CustomOpWrapper.real_impl` | their functions | as theirs | nothing |
+| sglang.kernels | `get_max_active_clusters` | a number | | nothing |
+| sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | | nothing |
 
 Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's transfers and `fast_topk*`.
 """

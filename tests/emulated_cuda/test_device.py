@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 emulated = pytest.importorskip("emulated_cuda.operators")
-from emulated_cuda import libcudart, libraries, runtime  # noqa: E402
+from emulated_cuda import libcudart, libraries, models, runtime  # noqa: E402
 from emulated_cuda.graphs import CaptureFault  # noqa: E402
 from emulated_cuda.memory import MemoryFault  # noqa: E402
 from emulated_cuda.order import OrderFault  # noqa: E402
@@ -141,8 +141,8 @@ def late(module):
 
 
 def test_every_replaced_function_says_what_it_accesses_late():
-    stated = late(libraries) + late(runtime)
-    own = ("emulated_cuda.libraries", "emulated_cuda.graphs")
+    stated = late(libraries) + late(runtime) + late(models)
+    own = [f"emulated_cuda.{name}" for name in ("libraries", "graphs", "model_operators", "indexer_operators")]
     names = [name for name, function in libraries.OPERATORS.items() if function.__module__ in own]
     names += [*libcudart._FUNCTIONS, "cudaHostRegister", "cudaHostUnregister"]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in stated)] == []
