@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sgl_kvpool.folders import own
-
 __all__ = ["cache_folder", "library", "made_once", "nvcc", "nvcc_ptx"]
 
 HERE = Path(__file__).resolve().parent
@@ -32,10 +30,8 @@ _NVCC = ["-std=c++20", "-arch=compute_90a", "-ptx"]
 
 def cache_folder() -> Path:
     """Ignored by git; removed by `make clean`."""
-    if named := os.environ.get("TEST_PTXRUN_CACHE"):  # what is compiled there is loaded
-        return own(Path(named), "TEST_PTXRUN_CACHE")
-    folder = HERE.parents[1] / ".ptxrun_cache"
-    folder.mkdir(exist_ok=True)
+    folder = Path(os.environ.get("TEST_PTXRUN_CACHE") or HERE.parents[1] / ".ptxrun_cache")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
