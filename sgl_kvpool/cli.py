@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument(
         "--cluster",
         action="store_true",
-        help="for each of --layouts start a Mooncake store, a prefill and a decode server and a router, over "
-        "loopback, and report where prompts were found, what was sent and what was stored",
+        help="for each of --layouts start a Mooncake store, a prefill and a decode server and a router, on "
+        "this machine, and report where prompts were found, what was sent and what was stored",
     )
     demo.set_defaults(run=_demo)
 

@@ -111,9 +111,7 @@ class Module:
                 where = f"{self.name} is kept in {folder()}, which {VARIABLE} moves"
                 raise RuntimeError(f"{error}\n{where}") from error
             reason = str(error).partition("\n")[0]
-            logger.warning(
-                "sgl-kvpool: %s, of another compiler, is loaded, since compiling fails: %s", library, reason
-            )
+            logger.warning("sgl-kvpool: %s, of another compiler, is loaded: %s", library, reason)
         return load_module(str(library))
 
     def _made(self, name: str, pattern: str, failed: Path | None) -> Path:

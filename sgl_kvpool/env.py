@@ -57,17 +57,13 @@ PLUGIN = "sgl_kvpool"
 #: options, and the other variables would change the results that this package compares.
 NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, DECODE_KERNEL, SGLANG_PLUGINS)
 
-#: With it, Python and the Python programs that it starts do not import from the current folder, which may be
-#: that of a checkpoint.
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
 
 def of_children() -> dict[str, str]:
-    """Environment of a Python program that this package starts."""
-    return {k: v for k, v in os.environ.items() if k not in NOT_INHERITED} | SAFE_PATH
+    """Environment of a Python program that this package starts: imports ignore the current folder."""
+    return {k: v for k, v in os.environ.items() if k not in NOT_INHERITED} | {"PYTHONSAFEPATH": "1"}
 
 
 def text(name: str) -> str | None:

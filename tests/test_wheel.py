@@ -73,6 +73,8 @@ def test_the_wheels_have_every_file_of_the_package(packed):
         name for name in tracked if name.startswith("sgl_kvpool/")
     }
     assert not package & model
+    licence = "sgl_kvpool_demo_model-1.dist-info/licenses/LICENSE"
+    assert zipfile.ZipFile(wheels["sgl_kvpool_demo_model"]).read(licence) == (ROOT / "LICENSE").read_bytes()
     assert wheels["sgl_kvpool"].stat().st_size < 2e6
 
 

@@ -20,7 +20,6 @@ from scripts import ROOT
 from scripts.kit.outputs import commit
 from sgl_kvpool import __version__, compiler
 from sgl_kvpool.commands.doctor.probes import processor
-from sgl_kvpool.env import SAFE_PATH
 
 _PACKAGES = (
     *("triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
@@ -96,7 +95,7 @@ class Machine:
 def on_path() -> dict[str, str]:
     """This process's environment, with the repository first on PYTHONPATH, and without the current folder."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    return {**os.environ, **SAFE_PATH, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _missing_compilers() -> dict[str, str]:

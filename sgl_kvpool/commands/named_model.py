@@ -20,10 +20,8 @@ _FILE = re.compile(rb'"([^"/]+\.safetensors)"')
 _LFS_POINTER = re.compile(rb"version https://git-lfs.*^size (\d{1,18})$", re.DOTALL | re.MULTILINE)
 #: Time limit for fetching a configuration from Hugging Face, in seconds.
 FETCH_LIMIT_S = 20.0
-#: Files that SGLang reads before it loads weights: configurations, and code that they name, if it is trusted.
-_CONFIGURATION, _CODE = "*config.json", "*.py"
 #: Files that decide what a server computes.
-_COMPUTING = (_CONFIGURATION, _CODE, "*.index.json", "*token*", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+_COMPUTING = ("*config.json", "*.py", "*.index.json", "*token*", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ def _fetched(name: str, with_code: bool) -> str:
     from huggingface_hub import snapshot_download
 
     found: list[str] = []
-    wanted = [_CONFIGURATION, _CODE] if with_code else [_CONFIGURATION]
+    # What SGLang reads before it loads weights: configurations, and code that they name.
+    wanted = ["*config.json", *["*.py"] * with_code]
     reasons = [f"no answer in {FETCH_LIMIT_S:g} s"]
 
     def fetch(**options: bool) -> None:

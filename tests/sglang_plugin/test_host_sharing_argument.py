@@ -180,9 +180,3 @@ def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
     packs = _can_pack_hicache_mtp(SpeculativeAlgorithm.from_string(algorithm), runners)
     assert packs or not _has_packed_draft(model_config, view)
     assert _has_packed_draft(model_config, view) == (algorithm == "EAGLE" and layers == 1)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '"mooncake"', "@nothing.json"])
-def test_invalid_configurations_of_stores_are_left_to_the_scheduler(arranged, text):
-    store = ("--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", text)
-    assert sharing(arranged(None, HICACHE, *TWO_RANKS, *store)) == "node if the system lets it"

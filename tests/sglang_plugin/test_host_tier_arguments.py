@@ -30,6 +30,7 @@ def test_every_layout_and_arrangement_on_the_cpu(arranged, layout, arrangement):
     [
         ('{"secret": ', "JSONDecodeError: Expecting value: line 1"),
         ('["secret"]', "TypeError: "),
+        ('"secret"', "AttributeError: "),
         ('{"prefetch_threshold": "secret"}', "ValueError: prefetch_threshold must be int, got str"),
         ("@nowhere.json", "FileNotFoundError: .*nowhere.json"),
         ("@store.yaml", "ScannerError: "),

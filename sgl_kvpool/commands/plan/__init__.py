@@ -202,15 +202,13 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
 
 def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
     """Server arguments in which a folder replaces the draft's name on Hugging Face; see `sglang_path`."""
-    before, trusted = "", given(words, (_TRUST,)) is not None
+    before, code = "", given(words, (_TRUST,)) is not None
     for word in words:
         name, equals, value = word.partition("=")
         flag, draft = (name, value) if equals else (before, word)
         if flag in _DRAFT and not Path(draft).exists():
             try:
-                folder = path
-                if draft != model:
-                    folder = stack.enter_context(find_model(draft).sglang_path(trusted))
+                folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path(code))
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}") from None
             yield f"{name}={folder}" if equals else folder

@@ -89,12 +89,8 @@ def model_of(model: NamedModel, trust_remote_code: bool = False) -> Served:
         try:
             config = ModelConfig(path, trust_remote_code=trust_remote_code)
         except ValueError as error:
-            if trust_remote_code or "trust_remote_code" not in str(error):
-                raise
-            raise ValueError(
-                f"{model.named} cannot be read without Python code of its own; read that code, and give "
-                "--trust-remote-code to run it"
-            ) from error
+            hint = " Give --trust-remote-code to `warmup`." if "trust_remote_code" in str(error) else ""
+            raise ValueError(f"{error}{hint}") from error
     models.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_attention_heads")

@@ -39,13 +39,10 @@ class Cache:
         return found
 
 
-def _below(above: str, default: str, name: str) -> str:
-    """Default of a folder that lies below the one that the variable `above` names."""
-    return str(Path(os.environ.get(above) or default) / name)
-
-
-def _sglang(variable: str, name: str) -> Path:
-    return named(variable, _below("SGLANG_CACHE_DIR", "~/.cache/sglang", name))
+def _below(
+    variable: str, name: str, above: str = "SGLANG_CACHE_DIR", default: str = "~/.cache/sglang"
+) -> Path:
+    return named(variable, f"{os.environ.get(above) or default}/{name}")
 
 
 #: Folders by a short name. SGLang puts those of Triton and FlashInfer into its own.
@@ -54,18 +51,18 @@ CACHES = {
     "torch": Cache(
         "torch's extensions",
         "TORCH_EXTENSIONS_DIR",
-        lambda: named("TORCH_EXTENSIONS_DIR", _below(*CACHE, "torch_extensions")),
+        lambda: _below("TORCH_EXTENSIONS_DIR", "torch_extensions", *CACHE),
     ),
     "sglang": Cache(
         "SGLang's kernels",
         "SGLANG_JIT_CACHE_DIR",
         lambda: named("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
     ),
-    "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _sglang("TRITON_CACHE_DIR", "triton")),
+    "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _below("TRITON_CACHE_DIR", "triton")),
     "flashinfer": Cache(
         "FlashInfer",
         "FLASHINFER_WORKSPACE_BASE",
-        lambda: _sglang("FLASHINFER_WORKSPACE_BASE", "") / ".cache" / "flashinfer",
+        lambda: _below("FLASHINFER_WORKSPACE_BASE", "") / ".cache" / "flashinfer",
     ),
 }
 #: Variables by device, for the help text.

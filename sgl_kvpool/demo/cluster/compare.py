@@ -44,7 +44,8 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     print(
         f"model: {model}\n"
         f"{_PROMPTS} prompts of {servers.PROMPT_TOKENS} bytes, pages of {servers.PAGE_SIZE}; "
-        "device: cpu, loopback only",
+        "device: cpu; the servers, the router and Mooncake's master listen on 127.0.0.1,\n"
+        "Mooncake's store service and clients on all interfaces (0.0.0.0): use a machine of your own",
         flush=True,
     )
     results: list[dict[str, Any]] = []

@@ -265,8 +265,9 @@ def test_a_reason_of_all_servers_is_printed_once(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_running(number):
+def test_nothing_is_left_running(number, tmp_path):
     """The process that asks SGLang forks for each server; the signal goes to the command alone."""
+    (tmp_path / "sglang.py").write_text("raise SystemExit('imported from the current folder')\n")
     program = Path(sys.executable).parent / "sgl-kvpool"
     argv = [program, "plan", "--model", V32, "--gpu-gb", "80"]
     with subprocess.Popen(
@@ -274,6 +275,7 @@ def test_nothing_is_left_running(number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
         # Background jobs of a script, and their children, ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
