@@ -142,7 +142,8 @@ def late(module):
 
 def test_every_replaced_function_says_what_it_accesses_late():
     stated = late(libraries) + late(runtime) + late(models)
-    own = [f"emulated_cuda.{name}" for name in ("libraries", "graphs", "model_operators", "indexer_operators")]
+    modules = ("libraries", "graphs", "model_operators", "indexer_operators")
+    own = [f"emulated_cuda.{name}" for name in modules]
     names = [name for name, function in libraries.OPERATORS.items() if function.__module__ in own]
     names += [*libcudart._FUNCTIONS, "cudaHostRegister", "cudaHostUnregister"]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in stated)] == []

@@ -36,7 +36,7 @@ MODELS = {
     "glm5-fp4": ("glm5", "fp4", SPARSE_OPTIONS),
     "kimi-fp4": ("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
 }
-QUICK = ("v3-fp4", "v32-fp4")
+QUICK = ("v3-fp4",)
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.quick] if name in QUICK else []) for name in MODELS]
 
 
