@@ -15,9 +15,9 @@ CALLER = 7
 def calls():
     from sgl_kvpool.compiler import Module
 
-    flags = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off")
+    flags = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off", f"-I{CSRC}")
     source = HERE / "csrc" / "emulated_engines.cpp"
-    return Module("sgl_kvpool_emulated_engines", source, flags, includes=(CSRC,)).load()
+    return Module("sgl_kvpool_emulated_engines", source, flags).load()
 
 
 class Event:
