@@ -153,6 +153,13 @@ def pytest_terminal_summary(terminalreporter):
     )
 
 
+@pytest.fixture(autouse=True)
+def every_failure_is_logged():
+    """The line of a failure is otherwise left out for a minute after another test's of that kind."""
+    if metrics := sys.modules.get("sgl_kvpool.metrics"):
+        metrics._quiet.clear()
+
+
 @pytest.fixture(scope="session")
 def published():
     """SGLang's runtime context in this process, as a scheduler on a CPU has it."""

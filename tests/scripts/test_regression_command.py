@@ -70,10 +70,10 @@ def test_run_and_compare(tmp_path):
     assert "REGRESSION  codec-quick: what is not measured any more: was 20 results, is missing" in printed
 
 
-def test_a_step_that_fails_fails_the_run(tmp_path):
-    """The step ends at its limit, which a scale makes short."""
+def test_a_step_that_ends_at_its_limit_is_not_known(tmp_path):
+    """A scale makes the limit short; test_first_light.py has steps that fail."""
     run = start("--core", "--only", "codec-quick", "--time-limit-scale", "0.001", "--out", tmp_path / "out")
     printed, _ = run.communicate(timeout=300)
-    assert run.returncode == 1, printed
+    assert run.returncode == 3, printed
     assert "1 steps: 1 timed out" in printed
     assert "codec-quick timed out: ended at its limit of 0 s" in printed
