@@ -5,33 +5,24 @@ SGLang, servers without the group start, and a server that uses the group is ref
 start; the error names the group.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
-from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid
-from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
-from sgl_kvpool.sglang_plugin.rules.features import disaggregates
-from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
+from sgl_kvpool.sglang_plugin.server import Server
 
 
-def _kvpool_attends(on_cpu: bool) -> Callable[[Any, Any], bool]:
-    def is_used(view: Any, model_config: Any) -> bool:
-        attends = not is_dsa(model_config) and KVPOOL_BACKEND in backends_in_use(view)
-        return attends and (view.device == "cpu") is on_cpu
-
-    return is_used
+def _kvpool_attends(server: Server, *, on_cpu: bool) -> bool:
+    attends = not server.is_dsa and KVPOOL_BACKEND in server.backends
+    return attends and (server.view.device == "cpu") is on_cpu
 
 
-def _transfers_on_cpu(backend: str) -> Callable[[Any, Any], bool]:
-    def is_used(view: Any, model_config: Any) -> bool:
-        chosen = view.disaggregation_transfer_backend == backend
-        return view.device == "cpu" and disaggregates(view.disaggregation_mode) and chosen
-
-    return is_used
+def _transfers_on_cpu(server: Server, backend: str) -> bool:
+    chosen = server.view.disaggregation_transfer_backend == backend
+    return server.view.device == "cpu" and server.disaggregates and chosen
 
 
 _LAYOUT = "--kv-cache-layout"
@@ -52,6 +43,8 @@ MODEL_RULES = HookGroup(
         "sglang_plugin.rules.attention",
         "sglang_plugin.rules.dsa",
         "sglang_plugin.rules.host_tier",
+        "sglang_plugin.rules.model",
+        "sglang_plugin.server",
     ),
 )
 #: Group of the process that launches a server with a layout.
@@ -61,6 +54,7 @@ POOLS = HookGroup(
     "pools",
     _LAYOUT,
     modules=(
+        "sglang_plugin.pool_request",
         "sglang_plugin.startup",
         "srt.attention.decode_verify",
         "srt.attention.layers",
@@ -68,13 +62,13 @@ POOLS = HookGroup(
         "srt.pool.mla",
         "srt.self_check.rows",
     ),
-    is_used=lambda view, model_config: True,
+    is_used=lambda server: True,
 )
 SPARSE_ATTENTION = HookGroup(
     "sparse attention",
     "--kv-cache-layout and KVPOOL_FIX_TOPK",
     modules=("srt.pool.dsa",),
-    is_used=lambda view, model_config: is_dsa(model_config),
+    is_used=lambda server: server.is_dsa,
 )
 
 #: All hook groups; a scheduler applies its groups in this order.
@@ -87,7 +81,7 @@ GROUPS = (
         "dense MLA on a CPU",
         _LAYOUT,
         modules=("srt.attention.cpu", "srt.self_check.attention"),
-        is_used=_kvpool_attends(on_cpu=True),
+        is_used=partial(_kvpool_attends, on_cpu=True),
     ),
     HookGroup(
         "dense MLA on CUDA",
@@ -98,20 +92,20 @@ GROUPS = (
             "srt.attention.prefill",
             "srt.self_check.attention",
         ),
-        is_used=_kvpool_attends(on_cpu=False),
+        is_used=partial(_kvpool_attends, on_cpu=False),
     ),
     SPARSE_ATTENTION,
     HookGroup(
         "hybrid models",
         _LAYOUT,
         modules=("srt.pool.hybrid",),
-        is_used=lambda view, model_config: is_hybrid(model_config),
+        is_used=lambda server: server.is_hybrid,
     ),
     HookGroup(
         "speculative decoding",
         "--speculative-algorithm",
         modules=("srt.attention.draft",),
-        is_used=lambda view, model_config: view.speculative_algorithm is not None,
+        is_used=lambda server: server.view.speculative_algorithm is not None,
     ),
     HookGroup(
         "host tier",
@@ -123,7 +117,7 @@ GROUPS = (
             "srt.host.storage_mixin",
             "srt.pool.regions",
         ),
-        is_used=lambda view, model_config: has_host_tier(view),
+        is_used=lambda server: server.has_host_tier,
     ),
     # Only for programs that call `describe`.
     HookGroup("canonical views", "`sgl_kvpool.connectors.pools.describe`", modules=("connectors.pools",)),
@@ -131,31 +125,31 @@ GROUPS = (
         "host tier of hybrid models",
         _TIER,
         modules=("srt.host.states",),
-        is_used=lambda view, model_config: has_host_tier(view) and is_hybrid(model_config),
+        is_used=lambda server: server.has_host_tier and server.is_hybrid,
     ),
     HookGroup(
         "disaggregation",
         "--disaggregation-mode",
-        is_used=lambda view, model_config: disaggregates(view.disaggregation_mode),
+        is_used=lambda server: server.disaggregates,
     ),
     *(
         HookGroup(
             f"disaggregation over {backend} on a CPU",
             f"--disaggregation-transfer-backend {backend}",
-            is_used=_transfers_on_cpu(backend),
+            is_used=partial(_transfers_on_cpu, backend=backend),
         )
         for backend in ("mooncake", "nixl")
     ),
-    HookGroup("metrics", "--enable-metrics", is_used=lambda view, model_config: view.enable_metrics),
+    HookGroup("metrics", "--enable-metrics", is_used=lambda server: server.view.enable_metrics),
 )
 
 _BY_NAME = {group.name: group for group in GROUPS}
 _SEPARATOR = ", "
 
 
-def used_by(view: Any, model_config: Any) -> tuple[HookGroup, ...]:
-    """Hook groups of the schedulers of a server with a layout, by resolved arguments and target."""
-    return tuple(group for group in GROUPS if group.is_used(view, model_config))
+def used_by(server: Server) -> tuple[HookGroup, ...]:
+    """Hook groups of the schedulers of a server with a layout."""
+    return tuple(group for group in GROUPS if group.is_used(server))
 
 
 def names(groups: Iterable[HookGroup]) -> str:

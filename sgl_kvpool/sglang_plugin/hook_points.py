@@ -21,6 +21,7 @@ from sgl_kvpool import env
 from sgl_kvpool.sglang_plugin import registry
 from sgl_kvpool.sglang_plugin.imports import sglang_names
 from sgl_kvpool.sglang_plugin.registry import Declared, HookPoint, parameters_of, uses
+from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt import is_override
 
 logger = logging.getLogger(__name__)
@@ -107,9 +108,8 @@ class HookGroup:
     leave_out: str
     #: Modules without hooks that import SGLang, below the package.
     modules: tuple[str, ...] = ()
-    #: Whether the schedulers of a server with a layout use the group, by a resolving view and the target's
-    #: ModelConfig; False for groups of other processes.
-    is_used: Callable[[Any, Any], bool] = lambda view, model_config: False
+    #: Whether the schedulers of a server with a layout use the group; False for groups of other processes.
+    is_used: Callable[[Server], bool] = lambda server: False
 
     @property
     def declared(self) -> Declared:

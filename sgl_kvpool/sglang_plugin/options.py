@@ -1,10 +1,12 @@
-"""Table of our server arguments, and their values on SGLang's `ServerArgs`, as underscore attributes.
+"""Table of our server arguments, and the record of what they request and of what was decided.
 
-SGLang drops unknown fields when it parses arguments, but pickles the underscore attributes of a `ServerArgs`
-into every process of the server. This module imports neither SGLang nor torch.
+The record is one underscore attribute of SGLang's `ServerArgs`. SGLang drops unknown fields when it parses
+arguments, but pickles underscore attributes into every process of the server. This module imports neither
+SGLang nor torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sgl_kvpool import env
@@ -15,8 +17,8 @@ from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, NODE, R
 
 #: Default value: SGLang's own behaviour, or our choice.
 AUTO = "auto"
-#: Attributes that mark a `ServerArgs`: parsed from a command line; `AUTO` chose its host sharing.
-_COMMAND_LINE, CHOSE_SHARING = "_kvpool_command_line", "_kvpool_chose_sharing"
+#: `ServerArgs` attribute of the record.
+_RECORD = "_kvpool_config"
 
 #: Names of the options that a flag or keyword has requested on any `ServerArgs` of this process.
 _requested: set[str] = set()
@@ -50,14 +52,6 @@ class Option:
         return "KV " + self.name.removeprefix("kv_").replace("_", " ")
 
     @property
-    def attribute(self) -> str:
-        """`ServerArgs` attribute: value of the flag or keyword, or None; after resolution `requested`.
-
-        For `HOST_SHARING`, with a host tier, resolution replaces it by the chosen value.
-        """
-        return f"_kvpool_{self.name}"
-
-    @property
     def choices(self) -> tuple[str, ...]:
         """All values of the argument."""
         return (self.default, *self.values)
@@ -76,12 +70,6 @@ class Option:
             )
         return text
 
-    def store(self, server_args: Any, value: str | None) -> None:
-        """Store the user's value on a `ServerArgs`."""
-        setattr(server_args, self.attribute, value)
-        if value not in (None, self.default):
-            _requested.add(self.name)
-
     def from_env(self) -> str | None:
         """Value of the environment variable, None if it is unset; Refusal for a value not in `choices`."""
         value = env.text(self.env)
@@ -89,14 +77,14 @@ class Option:
 
     def resolve(self, server_args: Any) -> str:
         """Value that flag or keyword and environment request; Refusal if they contradict each other."""
-        written = getattr(server_args, self.attribute, None)
+        written = config_of(server_args).requested.get(self.name)
         exported = self.from_env()
         if written is not None and exported is not None and written != exported:
             raise Refusal(
                 f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
                 f"{exported!r} in the environment ({self.env}); give only one, or the same value in both"
             )
-        if exported is None and self.name in _requested and self.attribute not in vars(server_args):
+        if exported is None and self.name in _requested and _RECORD not in vars(server_args):
             # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
             raise Refusal(
                 f"this ServerArgs does not record a {self.words}, and another ServerArgs of this process "
@@ -154,35 +142,68 @@ def environment_problems() -> list[str]:
     return found + env.problems()
 
 
-def from_command_line(server_args: Any) -> None:
-    """Mark a `ServerArgs` as parsed from a command line."""
-    setattr(server_args, _COMMAND_LINE, True)
+@dataclass(frozen=True)
+class KVPoolConfig:
+    """What the user of a server requests, and what was decided; each step of the decision stores a new one.
+
+    `requested`: Values by option's name: those of flags or keywords, after `decide` all.
+    `is_command_line`: Whether the `ServerArgs` was parsed from a command line, and not built by a program.
+    `is_decided`: Whether SGLang has resolved the `ServerArgs` with the plugin.
+    `layout`: Layout of the rows; None for SGLang's own pool.
+    `host_tier`: Options of the host tier, if there is one, whose sharing is chosen by `rules.host_sharing`.
+    `hook_groups`: Names of the schedulers' hook groups; None without a layout.
+    `weights_random`: Random part of the names of weights, for the ranks of all replicas.
+    """
+
+    requested: Mapping[str, str | None] = field(default_factory=dict)
+    is_command_line: bool = False
+    is_decided: bool = False
+    layout: MLAKVCacheLayout | None = None
+    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+    host_tier: HostTierOptions = field(default_factory=HostTierOptions)
+    hook_groups: str | None = None
+    weights_random: str | None = None
+
+    def requests(self, option: Option) -> str:
+        """The requested value of an option, or its default."""
+        return self.requested.get(option.name) or option.default
 
 
-def is_from_command_line(server_args: Any) -> bool:
-    """Whether a `ServerArgs` was parsed from a command line, and not built by a program."""
-    return getattr(server_args, _COMMAND_LINE, False)
+def config_of(server_args: Any) -> KVPoolConfig:
+    """The record of a `ServerArgs`."""
+    return getattr(server_args, _RECORD, None) or KVPoolConfig()
 
 
-def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
-    """Layout that a resolved `ServerArgs` requests; None for SGLang's own pool."""
-    value = getattr(server_args, LAYOUT.attribute, None) or AUTO
-    return None if value == AUTO else MLAKVCacheLayout(value)
+def store(server_args: Any, config: KVPoolConfig) -> None:
+    """Replace the record of a `ServerArgs`."""
+    setattr(server_args, _RECORD, config)
 
 
-def arrangement_of(server_args: Any) -> KVArrangement:
-    """Arrangement of the rows of a resolved `ServerArgs`; layer_major, SGLang's own, if none was resolved."""
-    return choose_arrangement(getattr(server_args, ARRANGEMENT.attribute, None) or AUTO)
+def record(server_args: Any, **changes: Any) -> None:
+    """Change fields of the record of a `ServerArgs`."""
+    store(server_args, replace(config_of(server_args), **changes))
 
 
-def host_tier_of(server_args: Any) -> HostTierOptions:
-    """Host tier options of a resolved `ServerArgs`."""
-    layout, engine, sharing = (
-        getattr(server_args, option.attribute, None) or option.default
-        for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
+def request(server_args: Any, values: Mapping[Option, str | None]) -> None:
+    """Record the values of flags or keywords."""
+    _requested.update(option.name for option, value in values.items() if value not in (None, option.default))
+    record(server_args, requested={option.name: value for option, value in values.items()})
+
+
+def decided(server_args: Any) -> KVPoolConfig:
+    """The record of a `ServerArgs` with the values of all options; Refusal if they contradict each other."""
+    values = {option: option.resolve(server_args) for option in OPTIONS}
+    layout, sharing = values[LAYOUT], values[HOST_SHARING]
+    return replace(
+        config_of(server_args),
+        requested={option.name: value for option, value in values.items()},
+        is_decided=True,
+        layout=None if layout == AUTO else MLAKVCacheLayout(layout),
+        arrangement=choose_arrangement(values[ARRANGEMENT]),
+        host_tier=HostTierOptions(
+            values[HOST_LAYOUT], values[HOST_ENGINE], RANK if sharing == AUTO else sharing
+        ),
     )
-    chosen = sharing == NODE and getattr(server_args, CHOSE_SHARING, False)
-    return HostTierOptions(layout, engine, RANK if sharing == AUTO else sharing, chosen)
 
 
 def choose_arrangement(requested: str) -> KVArrangement:

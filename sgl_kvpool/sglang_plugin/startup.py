@@ -17,7 +17,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line, print_without_traceback
-from sgl_kvpool.sglang_plugin.options import is_from_command_line
+from sgl_kvpool.sglang_plugin.options import config_of
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 
 uses("sglang.srt.runtime_context.num_dp_ranks_of", "launcher", takes=("cfg",))
@@ -107,7 +107,7 @@ def raise_refusal_from_child(launched: Any, processes: Sequence[Any], path: Path
             for process in processes:  # other ranks may wait for the one that ended
                 with suppress(OSError):
                     process.kill()
-            if is_from_command_line(server_args):
+            if config_of(server_args).is_command_line:
                 print_without_traceback(refusal)
             _raised.append(refusal)
             raise refusal from None

@@ -14,6 +14,7 @@ from codec_oracle import LAYOUTS, ROW_BYTES
 from pools import LAYERS, device_pool
 
 from sgl_kvpool.demo.server import free_port
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Layouts of a prefill and of a decode server: each with itself, and with the next one.
 PAIRS = [(LAYOUTS[i], LAYOUTS[(i + n) % len(LAYOUTS)]) for n in (0, 1) for i in range(len(LAYOUTS))]
@@ -77,7 +78,6 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
 
     from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.sglang_plugin import options as record
-    from sgl_kvpool.sglang_plugin.options import LAYOUT
 
     monkeypatch.setattr(record, "_requested", set())
     hook_groups.apply(hook_groups.named("disaggregation"))
@@ -109,7 +109,7 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
         publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
         if layout == "as the pool":
             layout = pool.kv_cache_layout.value
-        setattr(args, LAYOUT.attribute, layout)  # as in a record from the launcher
+        record.record(args, layout=layout and MLAKVCacheLayout(layout))  # as in a record from the launcher
         args._model_config = SimpleNamespace(dtype=model_dtype)
         shown = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype]
         if layout is None and shown == "bfloat16" and not pool.use_dsa:
@@ -144,10 +144,11 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
 
 def pool_of(layout, make=device_pool, **extra):
     """A pool after our hook of SGLang's builder."""
+    from sgl_kvpool.sglang_plugin import options
     from sgl_kvpool.sglang_plugin.hooks import pools
-    from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 
-    decided = SimpleNamespace(**{LAYOUT.attribute: layout, ARRANGEMENT.attribute: "auto"})
+    decided = SimpleNamespace()
+    options.record(decided, is_decided=True, layout=MLAKVCacheLayout(layout))
     builder = SimpleNamespace(server_args=decided, use_mla_backend=True, is_draft_worker=True)
     pool = make(layout, **extra)
     return pools._build_token_to_kv_pool(lambda self, **_: pool, builder, sizes=None)

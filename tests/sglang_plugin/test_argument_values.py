@@ -49,14 +49,14 @@ def doors(resolve, monkeypatch, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(option.env, value)
             server_args = prepare_server_args([*PLAIN, *beside])
-            return argument_rules.check(server_args)[option]
+            return argument_rules.check(server_args).requests(option)
 
     def through(door):
         def run(option, value):
             monkeypatch.setattr(record, "_requested", set())
             beside = () if option is LAYOUT else (LAYOUT.flag, "bf16")
             found = door(option, value, (*beside, "--enable-hierarchical-cache"))
-            return found if isinstance(found, str) else argument_rules.check(found)[option]
+            return found if isinstance(found, str) else argument_rules.check(found).requests(option)
 
         return run
 
@@ -99,7 +99,7 @@ def test_values_travel_to_other_processes_and_copies_that_lost_them_are_refused(
     from sglang.srt.server_args import ServerArgs
 
     value = option.values[-1]
-    option.store(args := ServerArgs(model_path="dummy", device="cpu"), value)
+    record.request(args := ServerArgs(model_path="dummy", device="cpu"), {option: value})
     for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
         assert option.resolve(other) == value
     for make in (

@@ -6,7 +6,7 @@ A2 is an item of the vLLM checklist of tests/connectors.
 import pytest
 
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.sglang_plugin.options import OPTIONS, arrangement_of
+from sgl_kvpool.sglang_plugin.options import OPTIONS, config_of
 
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 # -------------------------------------------------------------------- ways to request it
@@ -16,7 +16,7 @@ ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 @pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "fa4", "intel_amx"])
 def test_a2_auto_is_layer_major(arranged, arrangement, backend):
     args = arranged(arrangement, "--attention-backend", backend)
-    assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
+    assert config_of(args).arrangement is KVArrangement.LAYER_MAJOR
 
 
 @pytest.mark.parametrize("layout", [(), ("--kv-cache-layout", "auto")])

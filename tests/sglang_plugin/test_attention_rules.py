@@ -11,7 +11,7 @@ import pytest
 from codec_oracle import LAYOUTS
 
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.hooks import server_args
+from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_ALGORITHMS
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES
 
@@ -90,7 +90,7 @@ def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch
     plain = attention_backends_of(resolving_view(resolve(checkpoints["mla"], device="cuda")))
     assert plain[0] != OURS
     lines = []
-    monkeypatch.setattr(server_args.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(attention_rules.logger, "info", lambda text, *values: lines.append(text % values))
     assert serve("cuda", "bf16") == plain
     assert lines == ["sgl-kvpool: SGLang chooses the attention backend; its own read bf16"]
     assert serve("cuda", "bf16", "--kv-cache-arrangement", "token_major") == plain
@@ -99,9 +99,9 @@ def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch
 
 
 def test_rocm_calls_its_device_cuda(serve, monkeypatch):
-    from sgl_kvpool.sglang_plugin import models
+    from sgl_kvpool.sglang_plugin import server
 
-    monkeypatch.setattr(models, "is_rocm", lambda: True)
+    monkeypatch.setattr(server, "is_rocm", lambda: True)
     with pytest.raises(ValueError, match="runs on NVIDIA GPUs and on CPUs only, and the device is ROCm"):
         serve("cuda", "fp4")
 
@@ -120,8 +120,9 @@ IN_USE = {
 def test_every_feature(feature):
     """Calls the check directly, because SGLang refuses some of these combinations first, in its own words."""
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.memory.arrangement import KVArrangement
-    from sgl_kvpool.sglang_plugin.rules.attention import check_backends
+    from sgl_kvpool.sglang_plugin.options import KVPoolConfig
+    from sgl_kvpool.sglang_plugin.rules.attention import check_ours, check_speculation
+    from sgl_kvpool.sglang_plugin.server import Server
 
     off = (
         *("prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend"),
@@ -131,10 +132,12 @@ def test_every_feature(feature):
     view = SimpleNamespace(**dict.fromkeys(off), dcp_size=1, attention_backend=OURS, device="cuda")
     value = IN_USE.get(feature.field, True)
     text = f"^{feature.flag}( {value})? does not work with attention backend kvpool_mla: .*; leave it out, or"
-    check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
+    server = Server(None, view=view, config=KVPoolConfig(layout=MLAKVCacheLayout.FP4))
+    check_ours(server)
+    check_speculation(server)
     setattr(view, feature.field, value)
     with pytest.raises(ValueError, match=text):
-        check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
+        check_ours(server)
 
 
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -152,15 +155,16 @@ def test_a_deterministic_server(serve, device):
 def test_models_beyond_the_kernels(serve):
     assert serve("cpu", "fp4", "--dtype", "float32") == (OURS, OURS)
     assert serve("cuda", "fp4", "--dtype", "float16") == (OURS, OURS)
-    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
+    from sgl_kvpool.sglang_plugin.server import Server
 
-    view = SimpleNamespace(device="cuda", attention_backend=OURS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_rules, "backends_in_use", lambda view: (OURS, OURS))
-        shape = {"dtype": "torch.bfloat16", "hf_text_config": SimpleNamespace()}
-        attention_rules.check_model(SimpleNamespace(kv_lora_rank=512, **shape), view)
-        with pytest.raises(ValueError, match="kv_lora_rank=640, .* up to 512 on CUDA"):
-            attention_rules.check_model(SimpleNamespace(kv_lora_rank=640, **shape), view)
+    def check(rank):
+        config = SimpleNamespace(kv_lora_rank=rank, dtype="torch.bfloat16")
+        view = SimpleNamespace(device="cuda")
+        attention_rules.check_model(Server(None, view=view, backends=(OURS, OURS), model_config=config))
+
+    check(512)
+    with pytest.raises(ValueError, match="kv_lora_rank=640, .* up to 512 on CUDA"):
+        check(640)
 
 
 def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve, checkpoints):
@@ -220,8 +224,6 @@ def test_what_dspark_does_not_work_with(serve, monkeypatch):
 
 def test_every_algorithm_of_sglang_is_decided():
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 
     known = {*SPECULATIVE_ALGORITHMS, *attention_rules.UNSHOWN_ALGORITHMS, "DSPARK", "NONE"}
     assert {algorithm.name for algorithm in SpeculativeAlgorithm} == known

@@ -80,7 +80,7 @@ def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size,
 def test_k_scales_come_from_attn_mqa_once():
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sgl_kvpool.sglang_plugin.hooks.pools import collect_k_scales
+    from sgl_kvpool.sglang_plugin.pool_request import collect_k_scales
 
     def layer(number, mqa, mha):
         module = torch.nn.Module()
@@ -105,21 +105,23 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin.options import KVPoolConfig
+    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest, checked_k_scales
 
     model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
     model[0].k_scale_float = 0.5
     dense = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]))
-    kvc = SimpleNamespace(is_draft_worker=False, model_config=dense)
+    decided = SimpleNamespace(_kvpool_config=KVPoolConfig(is_decided=True))
+    kvc = SimpleNamespace(server_args=decided, is_draft_worker=False, model_config=dense)
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
 
     def checked(layout):
-        return pools._checked_k_scales(model, MLAKVCacheLayout(layout), pools._readers(kvc))
+        return checked_k_scales(model, MLAKVCacheLayout(layout), PoolRequest(kvc).readers)
 
     with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0.*flashmla.*kvpool_mla"):
         checked("fp8")
     with pytest.raises(ValueError, match=r"k_scale=0\.5.*backend dsa does not.*use --kv-cache-layout bf16"):
-        pools._checked_k_scales(model, MLAKVCacheLayout("fp8"), ("dsa",))
+        checked_k_scales(model, MLAKVCacheLayout("fp8"), ("dsa",))
     assert checked("bf16") == {}
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
     assert checked("fp8") == {0: 0.5}
@@ -160,8 +162,8 @@ def test_page_buffers_on_a_gpu_are_charged(
     from sglang.srt.arg_groups import overrides
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 
     tier = [] if "without" in arguments else ["--enable-hierarchical-cache"]
     arguments = [a for a in arguments if a != "without"]
@@ -172,17 +174,17 @@ def test_page_buffers_on_a_gpu_are_charged(
         spec_algorithm=SpeculativeAlgorithm.NONE,
         mambaish_config=None,
     )  # fmt: skip
-    assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == 0  # on a CPU
+    assert page_buffer_bytes(PoolRequest(kvc)) == 0  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     expected = 0 if row_bytes is None else 8 * 16 * LAYERS * 64 * row_bytes
-    assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected
+    assert page_buffer_bytes(PoolRequest(kvc)) == expected
     kvc.spec_algorithm, kvc.spec_aux_config = SpeculativeAlgorithm.EAGLE, drafting(1)
-    assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected * (LAYERS + 1) // LAYERS
+    assert page_buffer_bytes(PoolRequest(kvc)) == expected * (LAYERS + 1) // LAYERS
     # An unpacked draft of three layers has its own tier: ours for MLA rows, SGLang's for other models.
     kvc.spec_algorithm, kvc.draft_attn_tp_size = SpeculativeAlgorithm.EAGLE3, 1
     for draft, tiers in (("mla3", 2), ("mha", 1)):
         kvc.spec_aux_config.draft_model_config = overrides.model_config_of(resolve(checkpoints[draft]))
-        assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == tiers * expected
+        assert page_buffer_bytes(PoolRequest(kvc)) == tiers * expected
 
 
 @pytest.mark.parametrize("stage", [(0, 6), (2, 5)])
@@ -205,8 +207,8 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     from sglang.srt.mem_cache.memory_pool import MambaPool
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
     from sgl_kvpool.srt.host.states import StateView
     from sgl_kvpool.transfer import gpu_engine
 
@@ -236,7 +238,7 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     page_bytes = overrides.resolving_view(args).page_size * 416
     rows = 8 * 16 * page_bytes * len([layer for layer in MLA_LAYERS if layer in range(*stage)])
     states = gpu_engine.buffer_bytes(view.group.bytes_per_page)
-    assert page_buffer_bytes(kvc, MLAKVCacheLayout.FP4) == rows + states
+    assert page_buffer_bytes(PoolRequest(kvc)) == rows + states
     assert charged == [(view.group.bytes_per_page, view.largest_part_bytes)]
 
 
@@ -251,17 +253,18 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
     from sgl_kvpool.attention.decode import workspace_bytes
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.hooks import budget
+    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
     from sgl_kvpool.srt.attention import decode_verify
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
     config = overrides.model_config_of(args)
     kvc = SimpleNamespace(server_args=args, model_config=config)
     fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
-    assert budget.attention_workspace_bytes(kvc, fmt) == 0  # on a CPU
+    assert budget.attention_workspace_bytes(PoolRequest(kvc)) == 0  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
     monkeypatch.setattr(decode_verify, "sm_count_of", lambda device: 132)
-    found = budget.attention_workspace_bytes(kvc, fmt) - 65536 * 576 * 2
+    found = budget.attention_workspace_bytes(PoolRequest(kvc)) - 65536 * 576 * 2
     heads = config.num_attention_heads
     for queries in range(1, (draft_tokens or 1) + 1):
         for requests in (1, 7, 66, 67, 500):

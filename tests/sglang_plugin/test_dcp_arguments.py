@@ -13,9 +13,12 @@ def resolved(serve):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_read_by_our_backend(resolved, layout, merge):
-    from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
+    from sglang.srt.arg_groups.overrides import attention_backends_of
 
-    assert backends_in_use(resolved(layout, "--dcp-comm-backend", merge)) == ("kvpool_mla", "kvpool_mla")
+    assert attention_backends_of(resolved(layout, "--dcp-comm-backend", merge)) == (
+        "kvpool_mla",
+        "kvpool_mla",
+    )
 
 
 @pytest.mark.parametrize("store", [None, "file", "mooncake"])

@@ -11,6 +11,7 @@ import pytest
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_groups
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+from sgl_kvpool.sglang_plugin.server import Server
 
 POINTS = {group.name: {point.target: point for point in group.points()} for group in GROUPS}
 TARGETS = sorted({target for points in POINTS.values() for target in points} - {"sglang"})
@@ -164,10 +165,7 @@ def serve(resolve, checkpoints):
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_groups_of_a_server(serve, name):
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
-
-    args = serve(name)
-    used = hook_groups.used_by(resolving_view(args), model_config_of(args))
+    used = hook_groups.used_by(Server(serve(name)))
     assert {group.name for group in used} == {"pools", *SERVERS[name][3]}
     assert hook_groups.named(hook_groups.names(used)) == used
 

@@ -7,9 +7,9 @@ HICACHE = "--enable-hierarchical-cache"
 
 
 def options(args):
-    from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.sglang_plugin.options import config_of
 
-    found = host_tier_of(args)
+    found = config_of(args).host_tier
     return found.layout, found.engine
 
 

@@ -40,9 +40,9 @@ def configuration_files(tmp_path, monkeypatch):
 
 
 def sharing(args):
-    from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.sglang_plugin.options import config_of
 
-    tier = host_tier_of(args)
+    tier = config_of(args).host_tier
     return tier.sharing + " if the system lets it" * tier.may_unshare
 
 
@@ -142,9 +142,9 @@ def test_ranks_share_pages_with_the_rows_of_packed_drafts(drafted, name):
 def takes_our_pool(args, layout):
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
-    from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.sglang_plugin.options import config_of
 
-    return host_tier_of(args).serves(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, "cuda")
+    return config_of(args).host_tier.serves(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, "cuda")
 
 
 @pytest.mark.parametrize("name", NOT_PACKED)
@@ -168,6 +168,7 @@ def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin.rules.host_sharing import _has_packed_draft
+    from sgl_kvpool.sglang_plugin.server import Server
 
     model_config = SimpleNamespace(
         num_nextn_predict_layers=layers, hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])
@@ -178,5 +179,6 @@ def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
     )  # fmt: skip
     runners = (SimpleNamespace(model_config=model_config),)
     packs = _can_pack_hicache_mtp(SpeculativeAlgorithm.from_string(algorithm), runners)
-    assert packs or not _has_packed_draft(model_config, view)
-    assert _has_packed_draft(model_config, view) == (algorithm == "EAGLE" and layers == 1)
+    server = Server(None, view=view, model_config=model_config)
+    assert packs or not _has_packed_draft(server)
+    assert _has_packed_draft(server) == (algorithm == "EAGLE" and layers == 1)

@@ -107,7 +107,9 @@ def on_a_gpu(
     """Call the check of the host tier directly, for any device."""
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
-    from sgl_kvpool.sglang_plugin.rules.host_tier import check_host_tier
+    from sgl_kvpool.sglang_plugin.options import KVPoolConfig
+    from sgl_kvpool.sglang_plugin.rules import host_tier
+    from sgl_kvpool.sglang_plugin.server import Server
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     view = SimpleNamespace(
@@ -116,12 +118,14 @@ def on_a_gpu(
         disaggregation_mode="decode" if offloads else "null",
         disaggregation_decode_enable_offload_kvcache=offloads, enable_deterministic_inference=False,
     )  # fmt: skip
-    check_host_tier(
-        MLAKVCacheLayout(layout),
-        KVArrangement(arrangement),
-        HostTierOptions(layout=host, engine=engine),
-        view,
+    options = HostTierOptions(layout=host, engine=engine)
+    config = KVPoolConfig(
+        layout=MLAKVCacheLayout(layout), arrangement=KVArrangement(arrangement), host_tier=options
     )
+    server = Server(None, view=view, config=config)
+    host_tier.check_host_tier(server)
+    if server.has_our_tier:
+        host_tier.check_host_arguments(server)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -15,9 +15,9 @@ def view(server_args):
 
 
 def asked(server_args):
-    from sgl_kvpool.sglang_plugin.options import layout_of
+    from sgl_kvpool.sglang_plugin.options import config_of
 
-    layout = layout_of(server_args)
+    layout = config_of(server_args).layout
     return layout and layout.value
 
 
@@ -156,7 +156,7 @@ def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
 def test_a_record_resolved_without_the_plugin_is_refused():
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.hooks.server_args import require_decided
+    from sgl_kvpool.sglang_plugin.pool_request import require_decided
 
     with pytest.raises(RuntimeError, match="resolved before SGLang's plugins were loaded"):
         require_decided(ServerArgs(model_path="dummy"))

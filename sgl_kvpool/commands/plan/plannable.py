@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.sglang_plugin.models import has_own_draft, model_name
+from sgl_kvpool.sglang_plugin.models import model_name
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS, refuse_bad
 from sgl_kvpool.sglang_plugin.rules.dcp import check_ranks
+from sgl_kvpool.sglang_plugin.server import Server
 
 #: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
 #: transformers uses the value of one model of the family, such as a latent of 512.
@@ -69,10 +70,11 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
             yield from _fields(value)
 
 
-def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
+def check_plannable(server: Server) -> None:
     """Raise ValueError for models without a layout, and for arguments that are invalid or not supported."""
     from sglang.srt.arg_groups.model_override_base import use_mla_backend
 
+    server_args, view, model_config = server.server_args, server.view, server.model_config
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
         kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
         raise ValueError(f"{model_name(model_config)} has {kind}: sgl-kvpool has no layout for its cache")
@@ -84,7 +86,7 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
     ranks = view.tp_size * view.pp_size
     if view.nnodes < 1 or ranks % view.nnodes:
         raise ValueError(f"--nnodes {view.nnodes} does not divide {ranks} ranks; give a divisor of {ranks}")
-    check_ranks(view)
+    check_ranks(server)
 
 
 def check_heads(model_config: Any) -> None:
@@ -134,14 +136,14 @@ def check_weights(weights_gib: float, machine: Any, view: Any, model_config: Any
     raise TooHeavy(f"{what}, {why}", tp_size=view.tp_size, attention_ranks=ranks, heads=heads)
 
 
-def check_drafts(view: Any, configurator: Any) -> None:
+def check_drafts(server: Server, configurator: Any) -> None:
     """Raise ValueError if SGLang's loader of MTP layers would raise it after the target is loaded."""
-    if not configurator.spec_algorithm.is_eagle() or has_own_draft(view):
+    if not configurator.spec_algorithm.is_eagle() or server.has_own_draft:
         return
     draft_config = configurator.spec_aux_config.draft_model_config
     if draft_config is None or not draft_config.num_nextn_predict_layers:
         raise ValueError(
-            f"--speculative-algorithm {view.speculative_algorithm}: {model_name(configurator.model_config)} "
+            f"--speculative-algorithm {server.view.speculative_algorithm}: {server.model_name} "
             "has no MTP layers (num_nextn_predict_layers of its config.json); name a draft with "
             "--speculative-draft-model-path"
         )

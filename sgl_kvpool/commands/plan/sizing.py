@@ -18,6 +18,7 @@ from sgl_kvpool.commands.plan import plannable
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import models
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
+from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.transfer.host_options import NODE
 
 _GIB = 1 << 30
@@ -45,24 +46,22 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
 
     Any exception, also SystemExit, with which SGLang or our rules refuse such a server.
     """
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
     from sglang.srt.server_args import prepare_server_args
 
     from sgl_kvpool.sglang_plugin import hook_groups
-    from sgl_kvpool.sglang_plugin.options import layout_of
 
     hook_groups.apply((hook_groups.POOLS,))
     words = ("--model-path", model_path, "--device", "cuda", *arguments)
     server_args = _parsed(prepare_server_args, words)
     server_args.resolve_once()
-    view, model_config = resolving_view(server_args), model_config_of(server_args)
-    plannable.check_plannable(server_args, view, model_config)
+    server = Server(server_args)
+    view, model_config, layout = server.view, server.model_config, server.config.layout
+    plannable.check_plannable(server)
     server_args.check_server_args()  # as SGLang's launcher, before it publishes them
     publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     plannable.check_geometry(model_config, Path(model_path))
     plannable.check_heads(model_config)
-    layout = layout_of(server_args)
     # The resolved `dp_size` counts replicas. Groups of DP attention, which share the `tp_size` ranks, are in
     # `attn_dp_size`.
     ranks = view.tp_size * view.dp_size
@@ -71,10 +70,10 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     stages.sort(key=lambda stage: _pool_configurator(stage)._cell_size, reverse=True)
     configurator = stages[0]
     caches = configurator.attn_dp_size * view.dp_size
-    plannable.check_drafts(view, configurator)
+    plannable.check_drafts(server, configurator)
     draft_gib = None
     # SGLang loads a draft's weights before it sizes the cache.
-    if models.has_own_draft(view) and not machine.drafts_included:
+    if server.has_own_draft and not machine.drafts_included:
         draft_gib = weights_gib(Path(view.speculative_draft_model_path)) or 0.0
     all_weights_gib = machine.weights_gib + (draft_gib or 0.0)
     plannable.check_weights(all_weights_gib, machine, view, model_config)
@@ -83,7 +82,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     states, draft = configurator.mambaish_config, own_draft(configurator)
     tier = None
     if layout is not None and view.enable_hierarchical_cache:
-        tier = _host_tier(configurator, layout, view)
+        tier = _host_tier(configurator, server)
     return {
         "page_size": view.page_size,
         "tokens": configurator.logical_token_capacity(max_total_num_tokens=config.max_total_num_tokens),
@@ -107,7 +106,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
         # Weights of a separate draft model that `weights_gib` does not include; 0 if unknown.
         "draft_weights_gib": draft_gib,
         "ranks_per_node": ranks * view.pp_size // view.nnodes,
-        "attention": _attention(layout, view, sparse=models.is_dsa(model_config)),
+        "attention": _attention(server),
         "host": tier,
         "model": _facts(model_config, stages),
     }
@@ -237,18 +236,16 @@ def _target_layers(configurator: Any) -> int:
     return sum(info.start_layer <= layer < info.end_layer for layer in with_rows)
 
 
-def _host_tier(configurator: Any, layout: MLAKVCacheLayout, view: Any) -> dict[str, int]:
+def _host_tier(configurator: Any, server: Server) -> dict[str, int]:
     """Host bytes: the fields of `planned.HostBytes` except the device's sizes."""
-    from sgl_kvpool.sglang_plugin.options import host_tier_of
-    from sgl_kvpool.sglang_plugin.rules.host_sharing import same_rows_ranks
     from sgl_kvpool.srt.host.page_format import HostPageFormat
 
     model_config, states_bytes = configurator.model_config, _slot_bytes(configurator)
-    options, page_size = host_tier_of(configurator.server_args), view.page_size
-    host_layout = options.host_layout(layout)
+    view, page_size = server.view, server.view.page_size
     # Ranks of a node that share one copy of a host page.
-    sharing_ranks = min(same_rows_ranks(view), view.tp_size // view.nnodes) if options.sharing == NODE else 1
-    both = layout, host_layout
+    is_shared = server.config.host_tier.sharing == NODE
+    sharing_ranks = min(server.same_rows_ranks, view.tp_size // view.nnodes) if is_shared else 1
+    both = server.layout, server.host_layout
     device_row, host_row = (models.row_format_of(model_config, each).row_bytes for each in both)
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
     on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in both)
@@ -277,23 +274,23 @@ def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
     }
 
 
-def _attention(layout: MLAKVCacheLayout | None, view: Any, *, sparse: bool) -> dict[str, str]:
-    """Prefill and decode backends of a layout, or of SGLang's own pool (None), and the reason for them."""
-    from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
+def _attention(server: Server) -> dict[str, str]:
+    """Prefill and decode backends of a layout, or of SGLang's own pool, and the reason for them."""
     from sgl_kvpool.sglang_plugin.rules.dsa import table_names
 
-    if not sparse:
-        prefill, decode = (name or "SGLang's choice at start" for name in backends_in_use(view))
-        why = _why(layout, KVPOOL_BACKEND in (prefill, decode), sparse)
+    layout, view = server.config.layout, server.view
+    if not server.is_dsa:
+        prefill, decode = (name or "SGLang's choice at start" for name in server.backends)
+        why = _why(layout, KVPOOL_BACKEND in (prefill, decode), sparse=False)
         return {"prefill": prefill, "decode": decode, "why": why}
     pair = view.dsa_prefill_backend, view.dsa_decode_backend
     if layout is not None:
         pair = table_names(layout, *pair)
     prefill, decode = (f"{DSA_BACKEND}/{name}" for name in pair)
-    return {"prefill": prefill, "decode": decode, "why": _why(layout, pair[1] == KVPOOL_DECODE, sparse)}
+    return {"prefill": prefill, "decode": decode, "why": _why(layout, pair[1] == KVPOOL_DECODE, sparse=True)}
 
 
-def _why(layout: MLAKVCacheLayout | None, is_ours: bool, sparse: bool) -> str:
+def _why(layout: MLAKVCacheLayout | None, is_ours: bool, *, sparse: bool) -> str:
     if layout is None:
         return "SGLang's choice"
     if not is_ours:

@@ -83,7 +83,8 @@ def model_of(model: NamedModel, trust_remote_code: bool = False) -> Served:
     """
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_mtp_topk_width
 
-    from sgl_kvpool.sglang_plugin import models
+    from sgl_kvpool.sglang_plugin.rules.model import check_model
+    from sgl_kvpool.sglang_plugin.server import Server
 
     with model.sglang_path(trust_remote_code) as path:
         try:
@@ -91,12 +92,13 @@ def model_of(model: NamedModel, trust_remote_code: bool = False) -> Served:
         except ValueError as error:
             hint = " Give --trust-remote-code to `warmup`." if "trust_remote_code" in str(error) else ""
             raise ValueError(f"{error}{hint}") from error
-    models.check_model(MLAKVCacheLayout.BF16, config)
-    with_rows = models.layers_with_rows(config)
+    server = Server(None, layout=MLAKVCacheLayout.BF16, model_config=config)
+    check_model(server)
+    with_rows = server.layers_with_rows
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_attention_heads")
     return Served(
-        name=models.model_name(config),
+        name=server.model_name,
         **{name: getattr(config, name) for name in (*sizes, "context_len", "scaling")},
         layers=config.num_hidden_layers if with_rows is None else len(with_rows),
-        top_k=get_dsa_mtp_topk_width(config.hf_config) if models.is_dsa(config) else None,
+        top_k=get_dsa_mtp_topk_width(config.hf_config) if server.is_dsa else None,
     )

@@ -1,17 +1,12 @@
 """Hooks of the memory budget: bytes of our rows, and of what is allocated besides the pool."""
 
 import math
-from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, sglang_dsa_reads
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers, without_drafts
-from sgl_kvpool.sglang_plugin.hooks.pools import requested_arrangement, requested_layout
-from sgl_kvpool.sglang_plugin.models import is_dsa, row_format_of
-from sgl_kvpool.sglang_plugin.options import host_tier_of
+from sgl_kvpool.sglang_plugin.models import row_format_of
+from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, uses
-from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
-from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
 _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
@@ -32,8 +27,8 @@ _MOST_REQUESTS = 4096
 def _compute_cell_size(original, self, kvc, num_layers):
     """Bytes per token: SGLang's number with its rows replaced by ours."""
     cell_size = original(self, kvc, num_layers)
-    layout = requested_layout(kvc)
-    if layout is None:
+    request = PoolRequest(kvc)
+    if not request.has_rows:
         return cell_size
     import torch
     from sglang.srt.mem_cache import kv_cache_configurator
@@ -42,7 +37,7 @@ def _compute_cell_size(original, self, kvc, num_layers):
         model_config=kvc.model_config, kv_cache_dtype=kvc.kv_cache_dtype
     )
     stock_row_bytes = values * torch.empty(0, dtype=kvc.kv_cache_dtype).element_size()
-    return cell_size + num_layers * (row_format_of(kvc.model_config, layout).row_bytes - stock_row_bytes)
+    return cell_size + num_layers * (request.row_format.row_bytes - stock_row_bytes)
 
 
 @around(f"{_SIZES}.__init__", "pools")
@@ -51,8 +46,8 @@ def _init_pool_configurator(original, self, kvc):
 
     They are allocated after the pool. SGLang counts each draft as layers of its target.
     """
-    layout = requested_layout(kvc)
-    if layout is None or kvc.is_draft_worker:
+    request = PoolRequest(kvc)
+    if not request.has_rows or kvc.is_draft_worker:
         return original(self, kvc)
     draft = own_draft(kvc)
     if draft is None:
@@ -60,20 +55,16 @@ def _init_pool_configurator(original, self, kvc):
     else:
         with without_drafts(kvc):
             original(self, kvc)
-        self._cell_size += draft.token_bytes(layout)
-    workspace = attention_workspace_bytes(kvc, row_format_of(kvc.model_config, layout))
-    self._fixed_overhead_bytes += workspace + page_buffer_bytes(kvc, layout)
+        self._cell_size += draft.token_bytes(request.layout)
+    self._fixed_overhead_bytes += attention_workspace_bytes(request) + page_buffer_bytes(request)
 
 
-def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
+def page_buffer_bytes(request: PoolRequest) -> int:
     """Bytes of the GPU buffer that a host tier's pages pass through; 0 if no engine needs one."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     from sgl_kvpool.transfer.gpu_engine import buffer_bytes, staged_state_bytes
 
-    view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
-    ours = has_host_tier(view) and options.serves(layout, requested_arrangement(kvc), view.device)
-    if not ours or view.device == "cpu" or options.engine not in ("auto", "staged"):
+    kvc, engine = request.configurator, request.config.host_tier.engine
+    if not request.has_our_tier or request.view.device == "cpu" or engine not in ("auto", "staged"):
         return 0
     hybrid, stage = kvc.mambaish_config, kvc.layer_info
     layers, states = stage.num_effective_layers, 0
@@ -85,21 +76,21 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
         parts.append(math.prod(cache.shape.temporal) * cache.dtype.temporal.itemsize)
         slot_bytes = sum(layer in here for layer in cache.layers) * sum(parts)
         states = buffer_bytes(staged_state_bytes(slot_bytes, max(parts))) if slot_bytes else 0
-    host_layout, draft = options.host_layout(layout), own_draft(kvc)
+    host_layout, draft = request.host_layout, own_draft(kvc)
     target_bytes = (layers + packed_layers(kvc)) * row_format_of(kvc.model_config, host_layout).row_bytes
     draft_bytes = draft.token_bytes(host_layout) if draft is not None and draft.has_rows else 0
     # A draft that SGLang does not pack has a tier of its own.
-    return states + sum(buffer_bytes(view.page_size * each) for each in (target_bytes, draft_bytes) if each)
+    return states + sum(
+        buffer_bytes(request.view.page_size * each) for each in (target_bytes, draft_bytes) if each
+    )
 
 
-def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
-    """Bytes that our attention allocates once, by the target's KVCacheConfigurator; 0 if it is not in use."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    view = resolving_view(kvc.server_args)
-    if is_dsa(kvc.model_config):
-        return 0 if sglang_dsa_reads(fmt.layout) else _sparse_bytes(kvc, fmt, view.device)
-    if view.device == "cpu" or KVPOOL_BACKEND not in backends_in_use(view):
+def attention_workspace_bytes(request: PoolRequest) -> int:
+    """Bytes that our attention allocates once, for a target; 0 if it is not in use."""
+    fmt, device = request.row_format, request.view.device
+    if request.is_dsa:
+        return 0 if sglang_dsa_reads(request.layout) else _sparse_bytes(request)
+    if device == "cpu" or KVPOOL_BACKEND not in request.backends:
         return 0
     from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
 
@@ -108,30 +99,29 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
 
     most_queries = max_speculative_num_draft_tokens() or 1
     ranks = get_parallel().attn_dcp_size  # each attends its rows with the queries of all
-    most_rows = -(-kvc.model_config.context_len // ranks)
-    decode = decode_workspace_bytes(
-        fmt, _heads(kvc) * ranks, _MOST_REQUESTS, most_rows, most_queries, view.device
-    )
+    most_rows = -(-request.model_config.context_len // ranks)
+    heads = _heads(request) * ranks
+    decode = decode_workspace_bytes(fmt, heads, _MOST_REQUESTS, most_rows, most_queries, device)
     # Target and draft share both workspaces.
     return extend_workspace_bytes(fmt) + decode
 
 
-def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
+def _sparse_bytes(request: PoolRequest) -> int:
     """Bytes of sparse attention's workspace for rows that SGLang's kernels cannot read."""
     from sglang.srt.configs.model_config import get_dsa_mtp_topk_width
 
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
     from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
-    top_k = get_dsa_mtp_topk_width(kvc.model_config.hf_config)
-    decode = sparse_workspace_bytes(fmt, _heads(kvc), top_k, device)
+    top_k = get_dsa_mtp_topk_width(request.model_config.hf_config)
+    decode = sparse_workspace_bytes(request.row_format, _heads(request), top_k, request.view.device)
     # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does. The
     # reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that SGLang leaves
     # free.
-    return decode + extend_workspace_bytes(fmt)
+    return decode + extend_workspace_bytes(request.row_format)
 
 
-def _heads(kvc: Any) -> int:
+def _heads(request: PoolRequest) -> int:
     from sglang.srt.runtime_context import get_parallel
 
-    return kvc.model_config.num_attention_heads // get_parallel().attn_tp_size
+    return request.model_config.num_attention_heads // get_parallel().attn_tp_size

@@ -19,7 +19,7 @@ import torch
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
+from sgl_kvpool.sglang_plugin.options import LAYOUT, config_of
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
 uses(
@@ -63,7 +63,7 @@ POOLS: WeakSet = WeakSet()
 )
 def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
     """Add the row format, and the ranks that share rows, to what the original registers for peers."""
-    layout = layout_of(server_args)
+    layout = config_of(server_args).layout
     if layout is None:
         return original(self, args, disaggregation_mode, server_args, *more, **named)
     from sglang.srt.arg_groups.overrides import model_config_of

@@ -9,7 +9,7 @@ from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
-from sgl_kvpool.sglang_plugin.options import HOST_SHARING, host_tier_of
+from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.transfer.host_options import NODE, RANK
 from sgl_kvpool.transfer.store_folders import FILE_STORES
@@ -148,7 +148,7 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
     from sgl_kvpool.srt.host.tier_bytes import has_our_tier, own_draft_bytes
 
-    if host_tier_of(get_server_args()).sharing == NODE:
+    if config_of(get_server_args()).host_tier.sharing == NODE:
         # The launcher chooses sharing only beside drafts that are packed. SGLang would give this pool as many
         # tokens as the shared tier has, in the memory of each rank.
         raise Refusal(

@@ -15,7 +15,7 @@ from sgl_kvpool.sglang_plugin import hook_groups, hook_points, options, startup
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 from sgl_kvpool.sglang_plugin.hooks import weights
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
-from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
+from sgl_kvpool.sglang_plugin.server import Server
 
 uses(
     "sglang.srt.entrypoints.engine.SchedulerInitResult.__dataclass_fields__",
@@ -31,8 +31,6 @@ def _hook_ray() -> None:
         hook_points.wrap(ray, _launch_scheduler_actors)
 
 
-#: Attribute of a resolved `ServerArgs`: names of its schedulers' hook groups; None without a layout.
-_HOOK_GROUPS = "_kvpool_hook_groups"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 uses(f"{_SCHEDULER}.configure_scheduler_process", "pools", takes=("server_args",))
 
@@ -40,7 +38,7 @@ uses(f"{_SCHEDULER}.configure_scheduler_process", "pools", takes=("server_args",
 def export_hook_groups(server_args: Any, groups: Iterable[HookGroup]) -> None:
     """Export the hook groups of resolved arguments to the schedulers that this process will spawn."""
     names = hook_groups.names(groups) or None
-    setattr(server_args, _HOOK_GROUPS, names)
+    options.record(server_args, hook_groups=names)
     env.export(env.CHILD_HOOK_GROUPS, names)
 
 
@@ -53,7 +51,7 @@ def _hook_schedulers() -> None:
 
 def _configure_scheduler_process(original, server_args, *args, **kwargs):
     """Refuse a scheduler that was given the hook groups of another server's arguments, or none."""
-    own, given = getattr(server_args, _HOOK_GROUPS, None), env.text(env.CHILD_HOOK_GROUPS)
+    own, given = options.config_of(server_args).hook_groups, env.text(env.CHILD_HOOK_GROUPS)
     with startup.ending_when_refused():
         if own != given:
             raise Refusal(
@@ -74,7 +72,7 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
 
     The Engine's other processes, and other Engines, do not get them.
     """
-    groups = getattr(server_args, _HOOK_GROUPS, None)
+    groups = options.config_of(server_args).hook_groups
     if groups is None:
         with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
@@ -109,7 +107,7 @@ def _describe_when_ready(launched, server_args) -> None:
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
     """Refuse a layout if Ray launches the schedulers; `RayEngine(...)` has no argument that shows this."""
-    layout = options.layout_of(server_args)
+    layout = options.config_of(server_args).layout
     if layout is not None:
         raise Refusal(
             f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
@@ -120,13 +118,11 @@ def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs
 
 def layout_info(server_args) -> dict[str, str]:
     """What `/server_info` says of a server's layout; empty without one."""
-    layout = options.layout_of(server_args)
-    if layout is None:
+    server = Server(server_args)
+    if server.config.layout is None:
         return {}
-    arrangement = options.arrangement_of(server_args)
-    found = {options.LAYOUT.name: layout.value, options.ARRANGEMENT.name: arrangement.value}
-    if has_host_tier(server_args):
-        tier = options.host_tier_of(server_args)
-        found[options.HOST_LAYOUT.name] = tier.host_layout(layout).value
-        found[options.HOST_SHARING.name] = tier.sharing
+    found = {options.LAYOUT.name: server.layout.value, options.ARRANGEMENT.name: server.arrangement.value}
+    if server.has_host_tier:
+        found[options.HOST_LAYOUT.name] = server.host_layout.value
+        found[options.HOST_SHARING.name] = server.config.host_tier.sharing
     return found

@@ -1,34 +1,37 @@
 """The plugin's arguments on SGLang's command line and in its Engine, and the decisions that follow from them.
 
-Values travel as strings in underscore attributes of SGLang's `ServerArgs`
-(:mod:`sgl_kvpool.sglang_plugin.options`). Decisions are declared in SGLang's own resolution steps.
+They are recorded in an attribute of `ServerArgs` (:mod:`sgl_kvpool.sglang_plugin.options`), and declared
+in SGLang's own resolution steps.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, print_without_traceback
-from sgl_kvpool.sglang_plugin import hook_groups, models, options
+from sgl_kvpool.sglang_plugin import hook_groups, options
 from sgl_kvpool.sglang_plugin.hooks import launching
-from sgl_kvpool.sglang_plugin.models import is_dsa
 from sgl_kvpool.sglang_plugin.registry import around, fields, installs, uses
-from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
-from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
-from sgl_kvpool.sglang_plugin.rules import dcp as dcp_rules
-from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
-from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
-from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
-from sgl_kvpool.sglang_plugin.rules.host_sharing import choose_sharing
+from sgl_kvpool.sglang_plugin.rules import (
+    arguments,
+    attention,
+    dcp,
+    dsa,
+    features,
+    host_sharing,
+    host_tier,
+    model,
+)
+from sgl_kvpool.sglang_plugin.server import Rule, Server
 
 _SOURCE = "sgl_kvpool"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _ARG_GROUPS = "sglang.srt.arg_groups"
-logger = logging.getLogger(__name__)
 
 #: Attribute that marks the function which takes our Engine keywords.
 _EXTENDED = "_kvpool_extended"
@@ -37,23 +40,7 @@ _installed = False
 
 uses(f"{_ARG_GROUPS}.resolution_hooks.register_resolution_hook", "arguments", takes=("name",))
 uses(f"{_ARG_GROUPS}.overrides.declare_resolution", "arguments", takes=("server_args", "source"))
-uses(f"{_ARG_GROUPS}.overrides.resolving_view", "arguments", takes=("server_args",))
-uses(f"{_ARG_GROUPS}.overrides.model_config_of", "arguments", takes=("server_args",))
-fields("cuda_graph_config", "kv_cache_dtype", "page_size", "rl_on_policy_target")
-
-
-def require_decided(server_args: Any) -> None:
-    """Raise RuntimeError for a `ServerArgs` that was resolved before the plugin was loaded.
-
-    The hooks that call this are applied because the environment requests a layout, but no argument was
-    checked, and the layout's dtype was not declared to SGLang.
-    """
-    if getattr(server_args, options.LAYOUT.attribute, None) is None:
-        raise RuntimeError(
-            f"{options.LAYOUT.env} requests a layout, but the server's arguments were resolved before "
-            "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
-            f"or start the server with {options.LAYOUT.flag}"
-        )
+fields("kv_cache_dtype", "page_size", "rl_on_policy_target")
 
 
 @installs("arguments")
@@ -101,12 +88,11 @@ def _from_cli_args(original, cls, args):
     SGLang drops unknown fields. Models and kernels are not imported yet.
     """
     server_args = original(cls, args)
-    options.from_command_line(server_args)
+    options.record(server_args, is_command_line=True)
     with _without_traceback(server_args):
-        for option in options.OPTIONS:
-            value = getattr(args, option.name, None)
-            option.store(server_args, option.parse(value, f"{option.flag} "))
-        argument_rules.check(server_args)
+        given = {one: one.parse(getattr(args, one.name, None), f"{one.flag} ") for one in options.OPTIONS}
+        options.request(server_args, given)
+        arguments.check(server_args)
     return server_args
 
 
@@ -116,7 +102,7 @@ def _without_traceback(server_args: Any) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        if options.is_from_command_line(server_args):
+        if options.config_of(server_args).is_command_line:
             print_without_traceback(refusal)
         raise
 
@@ -146,164 +132,134 @@ def _engine_server_args(previous):
     def build(**kwargs):
         values = {option: kwargs.pop(option.name, None) for option in options.OPTIONS}
         server_args = previous(**kwargs)
-        for option, value in values.items():
-            option.store(server_args, option.parse(value, f"{option.name}="))
-        argument_rules.check(server_args)
+        given = {option: option.parse(value, f"{option.name}=") for option, value in values.items()}
+        options.request(server_args, given)
+        arguments.check(server_args)
         return server_args
 
     setattr(build, _EXTENDED, True)
     return build
 
 
-def _step(rule, *, first=True):
-    """Wrap one step of SGLang's argument resolution: our rule before SGLang's step, or after it."""
+def _decide(server_args):
+    """Before SGLang's first step, check the arguments and record what all options request."""
+    options.store(server_args, arguments.check(server_args))
+    if options.config_of(server_args).layout is not None or env.flag(env.FIX_TOPK):
+        hook_groups.require((hook_groups.MODEL_RULES,))
+
+
+def _finish(server_args):
+    """After SGLang's last step, check what it has resolved, and export the schedulers' hook groups."""
+    launching.export_hook_groups(server_args, ())
+    server = Server(server_args)
+    if server.config.layout is not None:
+        groups = hook_groups.used_by(server)
+        hook_groups.require(groups)
+        _apply(RULES_AFTER, server_args)
+        hook_groups.apply((hook_groups.LAUNCHER,))
+        launching.export_hook_groups(server_args, groups)
+    elif env.flag(env.FIX_TOPK) and server.is_dsa:
+        hook_groups.require((hook_groups.SPARSE_ATTENTION,))
+        dsa.check_stock(server)
+
+
+#: Rules in their order, each with the servers with a layout that it is for.
+_Rules = tuple[tuple[Callable[[Server], bool], Rule], ...]
+_all: Callable[[Server], bool] = lambda server: True  # noqa: E731
+_sparse, _dense = attrgetter("is_dsa"), attrgetter("is_dense")
+_tier, _our_tier, _no_tier = (
+    attrgetter("has_host_tier"),
+    attrgetter("has_our_tier"),
+    attrgetter("has_no_tier"),
+)
+
+#: Before SGLang adjusts arguments to the model.
+RULES_BEFORE: _Rules = (
+    (_all, model.check_model),
+    (_all, dcp.check),
+    (_all, model.declare_dtype),
+    (_sparse, dsa.check_server),
+    (_sparse, dsa.declare_implementations),
+    (_dense, host_tier.declare_page_size),
+)
+_BACKENDS: _Rules = (
+    (_dense, attention.check_readers),
+    (_dense, dcp.check_backends),
+    (_dense, attention.check_ours),
+    (_dense, attention.check_speculation),
+    (_dense, attention.check_draft),
+)
+#: Before SGLang picks attention backends; it has one for models with sparse attention.
+RULES_OF_BACKENDS: _Rules = (
+    (_dense, attention.check_named),
+    (_dense, attention.declare_backends),
+    *_BACKENDS,
+    (_dense, attention.disable_cpu_graphs),
+)
+#: After SGLang's last step.
+RULES_AFTER: _Rules = (
+    (_all, features.check),
+    (_all, arguments.check_page),
+    (_all, arguments.check_chunk),
+    (_no_tier, host_tier.check_without_tier),
+    (_tier, host_sharing.choose),
+    (_tier, host_tier.check_host_tier),
+    (_our_tier, host_tier.check_host_arguments),
+    (_our_tier, host_tier.check_states),
+    (_our_tier, host_tier.check_index_keys),
+    (_tier, host_tier.check_host_layout),
+    (_sparse, dsa.check_backends),
+    (_sparse, dsa.check_implementations),
+    (_dense, dcp.check),  # again: SGLang has set some fields since
+    *_BACKENDS,
+    (_dense, attention.check_model),
+    (_all, model.check_resolved_dtype),
+)
+
+
+def _apply(rules: _Rules, server_args: Any) -> None:
+    """Apply rules to a server with a layout. Each sees what those before it have declared or recorded."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    for is_for, rule in rules:
+        server = Server(server_args)
+        declared = rule(server) if is_for(server) else None
+        if declared:
+            declare_resolution(server_args, _SOURCE, **declared)
+
+
+def _rules(server_args: Any, rules: _Rules) -> None:
+    if options.config_of(server_args).layout is not None:
+        _apply(rules, server_args)
+
+
+def _deterministic(server_args: Any) -> None:
+    """Before SGLang's step for deterministic servers, which names a backend where none is named."""
+    view = Server(server_args).view
+    if view.enable_deterministic_inference or view.rl_on_policy_target is not None:
+        _rules(server_args, RULES_OF_BACKENDS)
+
+
+def _step(run: Callable[[Any], None], *, first: bool = True) -> Callable:
+    """Wrap one step of SGLang's argument resolution: ours before SGLang's step, or after it."""
 
     def step(server_args, previous):
         if not first:
             previous(server_args)
         with _without_traceback(server_args):
-            rule(server_args)
+            run(server_args)
         if first:
             previous(server_args)
 
     return step
 
 
-def _decide(server_args):
-    """Before SGLang's first step, check the arguments and set every option to its requested value."""
-    for option, value in argument_rules.check(server_args).items():
-        setattr(server_args, option.attribute, value)
-    if options.layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
-        hook_groups.require((hook_groups.MODEL_RULES,))
-
-
-def _check_model(server_args):
-    """Before SGLang adjusts arguments to the model, refuse a model whose rows no layout stores.
-
-    The rule declares `kv_cache_dtype`. For sparse attention it also declares the implementations if SGLang's
-    kernels cannot read the rows. For other models with a host tier it declares the page size, unless the user
-    sets one or the prefix cache needs pages of one token.
-    """
-    layout = options.layout_of(server_args)
-    if layout is None:
-        return
-    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
-
-    model_config = model_config_of(server_args)
-    models.check_model(layout, model_config)
-    dcp_rules.check(layout, model_config, resolving_view(server_args))
-    if is_dsa(model_config):
-        declared = dsa_rules.prepare(layout, options.arrangement_of(server_args), model_config, server_args)
-    else:
-        declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
-        view = resolving_view(server_args)
-        sized = view.page_size is not None or models.keeps_states_by_token(model_config, view)
-        if host_tier_rules.has_host_tier(view) and not sized:
-            # SGLang's default is 1 with most backends: every row would be a host page with a key and a
-            # checksum.
-            declared["page_size"] = models.host_tier_page_size(model_config, view)
-    # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
-    declare_resolution(server_args, _SOURCE, **declared)
-
-
-def _choose_backend(server_args):
-    """Before SGLang picks attention backends, use ours in phases without an explicit one if `is_chosen`.
-
-    The rule reads the fields of `ServerArgs`, which hold the user's values; the resolving view already holds
-    SGLang's defaults for the platform.
-    """
-    layout, arrangement = options.layout_of(server_args), options.arrangement_of(server_args)
-    if layout is None:
-        return
-    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
-
-    if is_dsa(model_config_of(server_args)):
-        return  # SGLang has one backend for sparse attention
-    common, *phases = (getattr(server_args, field) for field in BACKEND_FIELDS)
-    view = resolving_view(server_args)
-    attention_rules.check_named(layout, arrangement, view, common, *phases)
-    for phase in attention_rules.phases_taken_over(layout, common, *phases):
-        logger.info(
-            "sgl-kvpool: --%s-attention-backend %s (that of %s would cast the whole pool of a layer)",
-            *(phase, KVPOOL_BACKEND, common),
-        )
-        declare_resolution(server_args, _SOURCE, **{f"{phase}_attention_backend": KVPOOL_BACKEND})
-    if common is None and None in phases:
-        if not attention_rules.is_chosen(layout, arrangement, view.device, view.dcp_size):
-            logger.info("sgl-kvpool: SGLang chooses the attention backend; its own read %s", layout)
-            return  # the last step checks its choice
-        declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
-    attention_rules.check_backends(layout, arrangement, view)
-    if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
-        from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
-
-        for part in (Phase.DECODE, Phase.PREFILL):  # disabled, as SGLang does for torch_native
-            config = with_phase(view.cuda_graph_config, part, backend=Backend.DISABLED)
-            declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
-
-
-def _choose_deterministic_backend(server_args):
-    """Before SGLang's step for deterministic servers, which names a backend where none is named."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    view = resolving_view(server_args)
-    if view.enable_deterministic_inference or view.rl_on_policy_target is not None:
-        _choose_backend(server_args)
-
-
-def _finish(server_args):
-    """After SGLang's last step, refuse resolved arguments that contradict the options.
-
-    Also choose host sharing, hook the launcher, and export the schedulers' hook groups.
-    """
-    layout, arrangement = options.layout_of(server_args), options.arrangement_of(server_args)
-    launching.export_hook_groups(server_args, ())
-    if layout is None and not env.flag(env.FIX_TOPK):
-        return
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
-
-    view, model_config = resolving_view(server_args), model_config_of(server_args)
-    sparse = is_dsa(model_config)
-    if layout is None:
-        if sparse:
-            hook_groups.require((hook_groups.SPARSE_ATTENTION,))
-            dsa_rules.check_stock(model_config, view)
-        return
-    groups = hook_groups.used_by(view, model_config)
-    hook_groups.require(groups)
-    argument_rules.check_features(layout, arrangement, view)
-    argument_rules.check_page(view)
-    argument_rules.check_chunk(view)
-    requested = {one: getattr(server_args, one.attribute, None) or one.default for one in options.OPTIONS}
-    if not host_tier_rules.has_host_tier(view):
-        host_tier_rules.check_without_tier(requested, view)
-    else:
-        sharing, why = choose_sharing(requested[options.HOST_SHARING], model_config, view)
-        setattr(server_args, options.HOST_SHARING.attribute, sharing)
-        asked = requested[options.HOST_SHARING]
-        setattr(server_args, options.CHOSE_SHARING, asked == options.AUTO)
-        if sharing != asked and (asked != options.AUTO or view.tp_size > 1):
-            logger.info("sgl-kvpool: %s %s (%s)", options.HOST_SHARING.flag, sharing, why)
-        tier = options.host_tier_of(server_args)
-        host_tier_rules.check_host_tier(layout, arrangement, tier, view)
-        host_tier_rules.check_host_model(layout, arrangement, tier, model_config, view)
-    if sparse:
-        dsa_rules.check_resolved(layout, model_config, view)
-    else:
-        dcp_rules.check(layout, model_config, view)  # again: SGLang has set some fields since
-        attention_rules.check_backends(layout, arrangement, view)
-        attention_rules.check_model(model_config, view)
-    models.check_resolved_dtype(layout, view.kv_cache_dtype, is_dsa=sparse)
-    hook_groups.apply((hook_groups.LAUNCHER,))
-    launching.export_hook_groups(server_args, groups)
-
-
 #: Step of SGLang's argument resolution -> function that wraps it, in SGLang's order.
 STEPS: Mapping[str, Callable] = {
     "handle_deprecated_dp_attention": _step(_decide),
-    "handle_model_specific_adjustments": _step(_check_model),
-    "handle_deterministic_inference": _step(_choose_deterministic_backend),
-    "handle_attention_backend_compatibility": _step(_choose_backend),
+    "handle_model_specific_adjustments": _step(partial(_rules, rules=RULES_BEFORE)),
+    "handle_deterministic_inference": _step(_deterministic),
+    "handle_attention_backend_compatibility": _step(partial(_rules, rules=RULES_OF_BACKENDS)),
     "validate_deepep_v2_dispatch_token_budget": _step(_finish, first=False),
 }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvpool.sglang_plugin.options import config_of, record
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: `ServerArgs` attribute of the random part, which the launcher draws for the ranks of all replicas.
-DRAWN = "_kvpool_drawn"
 #: Versions that name no weights; "default" is SGLang's for servers that give none.
 _UNNAMED = (None, "", "default")
 #: Hexadecimal digits of a key that name the weights.
@@ -164,7 +163,7 @@ SERVED = ServedWeights()
 
 def draw(server_args: Any) -> None:
     """Draw the random part in the process that launches the schedulers."""
-    setattr(server_args, DRAWN, secrets.token_hex(16))
+    record(server_args, weights_random=secrets.token_hex(16))
 
 
 def attach() -> None:
@@ -174,7 +173,7 @@ def attach() -> None:
 
     # Launchers of several machines have drawn several. The ranks of a replica are one world.
     own = secrets.token_hex(16)
-    drawn = [getattr(get_server_args(), DRAWN, None) or own, own]
+    drawn = [config_of(get_server_args()).weights_random or own, own]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
     random, own = drawn

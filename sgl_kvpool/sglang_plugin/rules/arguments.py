@@ -1,6 +1,7 @@
 """Checks of the arguments by themselves, whatever the model."""
 
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
@@ -8,18 +9,13 @@ from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, shown
 from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules import features
-from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
-from sgl_kvpool.sglang_plugin.rules.features import (
-    ARRANGEMENT_FEATURES,
-    BACKEND_FIELDS,
-    LAYOUT_FEATURES,
-    flag_of,
-)
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, flag_of
+from sgl_kvpool.sglang_plugin.rules.host_tier import check_without_tier
+from sgl_kvpool.sglang_plugin.server import Server
 
 #: Largest count; SGLang and the kernels keep tokens and slots in 32 bits.
 _LARGEST_COUNT = (1 << 31) - 1
@@ -76,51 +72,34 @@ fields(*(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
 fields("kv_cache_dtype", "speculative_draft_attention_backend")
 
 
-def check(server_args: Any) -> dict[options.Option, str]:
-    """Values of all options, also from the environment; Refusal if they cannot work with any model.
+def check(server_args: Any) -> options.KVPoolConfig:
+    """The record of a server with the values of all options; Refusal if no model works with its arguments.
 
     The fields of `server_args` hold the user's values.
     """
     wrong = options.environment_problems()
     if wrong:
         raise Refusal("; ".join(wrong))
-    requested = {option: option.resolve(server_args) for option in options.OPTIONS}
-    if requested[options.LAYOUT] == options.LAYOUT.default:
-        _check_without_layout(requested, server_args)
-        return requested
-    layout = MLAKVCacheLayout(requested[options.LAYOUT])
-    _check_types(server_args)
-    check_features(layout, options.choose_arrangement(requested[options.ARRANGEMENT]), server_args)
-    _check_dtype(layout, server_args.kv_cache_dtype)
-    for number in NUMBERS:
-        refuse_bad(number, server_args)
-    check_page(server_args)
-    if not host_tier_rules.has_host_tier(server_args):
-        host_tier_rules.check_without_tier(requested, server_args)
-    elif server_args.hicache_size:
-        refuse_bad(_TIER_SIZE, server_args)
-    else:
-        refuse_bad(_TIER_RATIO, server_args)
-    return requested
-
-
-def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse arguments that do not work with layout and arrangement; `view` has ServerArgs' fields."""
-    remedy = "leave out one of the two"
-    features.check_features(LAYOUT_FEATURES, view, f"{options.LAYOUT.flag} {layout}", remedy)
-    if not arrangement.has_contiguous_layers:
-        ours = f"{options.ARRANGEMENT.flag} {arrangement}"
-        features.check_features(ARRANGEMENT_FEATURES, view, ours, remedy)
+    config = options.decided(server_args)
+    server = Server(server_args, config=config, view=server_args)
+    rules: tuple[Callable[[Server], None], ...] = (check_without_layout,)
+    if config.layout is not None:
+        tier = check_tier_size if server.has_host_tier else check_without_tier
+        rules = (check_types, features.check, check_dtype, check_numbers, check_page, tier)
+    for rule in rules:
+        rule(server)
+    return config
 
 
 def _is_a(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _check_types(server_args: Any) -> None:
+def check_types(server: Server) -> None:
     """Refuse numeric arguments that are not numbers; SGLang's parser converts them, its Engine does not."""
     from sglang.srt.arg_groups.arg_utils import record_fields
 
+    server_args = server.server_args
     numbers = {field.field: field for field in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)}
     for field in record_fields(type(server_args)):
         hint = (*typing.get_args(field.type), field.type)[0]  # most are Annotated
@@ -135,8 +114,9 @@ def _check_types(server_args: Any) -> None:
         raise Refusal(f"{flag_of(field.name)} {shown(value)} is not {kind}; give one, or leave it out")
 
 
-def _check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: Any) -> None:
+def check_dtype(server: Server) -> None:
     """Refuse a `--kv-cache-dtype` that contradicts the layout; the error lists what each layout accepts."""
+    layout, kv_cache_dtype = server.layout, server.view.kv_cache_dtype
     if isinstance(kv_cache_dtype, str) and kv_cache_dtype in layout.accepted_kv_cache_dtypes:
         return
     table = "; ".join(
@@ -148,14 +128,27 @@ def _check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: Any) -> None:
     )
 
 
+def check_numbers(server: Server) -> None:
+    """Refuse numbers that are out of their limits."""
+    for number in NUMBERS:
+        refuse_bad(number, server.view)
+
+
+def check_tier_size(server: Server) -> None:
+    """Refuse a size of the host tier that is out of its limits."""
+    refuse_bad(_TIER_SIZE if server.view.hicache_size else _TIER_RATIO, server.view)
+
+
 def refuse_bad(number: Number, server_args: Any) -> None:
     problem = number.problem(getattr(server_args, number.field))
     if problem is not None:
         raise Refusal(problem)
 
 
-def _check_without_layout(requested: dict[options.Option, str], server_args: Any) -> None:
-    for option, value in requested.items():
+def check_without_layout(server: Server) -> None:
+    """Refuse options and backends that need a layout."""
+    for option in options.OPTIONS:
+        value = server.config.requests(option)
         if value != option.default:
             raise Refusal(
                 f"{option.flag} {value} (or {option.env}) applies to pools of sgl-kvpool, and a server "
@@ -163,15 +156,16 @@ def _check_without_layout(requested: dict[options.Option, str], server_args: Any
                 f"{MLAKVCacheLayout.BF16}, which keeps SGLang's rows"
             )
     for field in (*BACKEND_FIELDS, "speculative_draft_attention_backend"):
-        if getattr(server_args, field) == KVPOOL_BACKEND:
+        if getattr(server.view, field) == KVPOOL_BACKEND:
             raise Refusal(
                 f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {options.LAYOUT.flag} "
                 f"({', '.join(options.LAYOUT.values)})"
             )
 
 
-def check_chunk(view: Any) -> None:
+def check_chunk(server: Server) -> None:
     """Refuse chunks of a prefill that are not whole pages, whose default size is ours with a host tier."""
+    view = server.view
     chunk, page = view.chunked_prefill_size, view.page_size
     if chunk > 0 and chunk % page and view.disaggregation_mode != "decode":
         whole = max(chunk // page, 1) * page * view.attn_dp_size  # SGLang has divided what was given
@@ -181,9 +175,9 @@ def check_chunk(view: Any) -> None:
         )
 
 
-def check_page(view: Any) -> None:
+def check_page(server: Server) -> None:
     """Refuse a pool that is smaller than a page."""
-    tokens, page_size = view.max_total_tokens, view.page_size
+    tokens, page_size = server.view.max_total_tokens, server.view.page_size
     if tokens is not None and page_size is not None and tokens < page_size:
         raise Refusal(
             f"--max-total-tokens {tokens} is less than a page, which has {page_size} tokens; give at least "

@@ -3,10 +3,11 @@
 Each refusal is an error at start that names the value, the reason and what to use instead.
 """
 
+import logging
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
+from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK, gpu_problem
 from sgl_kvpool.attention.readers import (
     KVPOOL_BACKEND,
     KVPOOL_DEVICES,
@@ -19,17 +20,18 @@ from sgl_kvpool.attention.readers import (
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
-from sgl_kvpool.sglang_plugin.models import check_gpu, device_name, has_own_draft
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
-from sgl_kvpool.sglang_plugin.registry import fields, uses
-from sgl_kvpool.sglang_plugin.rules import dcp as dcp_rules
+from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import (
     BACKEND_FEATURES,
+    BACKEND_FIELDS,
     DRAFT_FEATURES,
     Feature,
     check_features,
 )
-from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
+from sgl_kvpool.sglang_plugin.server import Server
+
+logger = logging.getLogger(__name__)
 
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
@@ -45,15 +47,8 @@ UNSHOWN_ALGORITHMS = {
     "UNO": "SGLang supports it with fa3 only",
 }
 
-uses("sglang.srt.arg_groups.overrides.attention_backends_of", "arguments", takes=("cfg",))
 fields("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend")
-
-
-def backends_in_use(view: Any) -> tuple[str | None, str | None]:
-    """Attention backends (prefill, decode) of a resolving view."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    return attention_backends_of(view)
+fields("cuda_graph_config")
 
 
 def is_chosen(
@@ -71,67 +66,82 @@ def is_chosen(
     return arrangement is KVArrangement.PAGE_MAJOR or (dcp_size or 1) > 1
 
 
-def check_named(
-    layout: MLAKVCacheLayout,
-    arrangement: KVArrangement,
-    view: Any,
-    common: str | None,
-    prefill: str | None,
-    decode: str | None,
-) -> None:
-    """Refuse explicit backends that cannot read the rows; the error names the flag of the backend."""
-    own = dict(zip(PHASES, (prefill, decode), strict=True))
-    for phase, backend in own.items():
-        _check_reader(f"--{phase}-attention-backend", backend, layout, arrangement, phase, view.device, phase)
-    taken_over = phases_taken_over(layout, common, prefill, decode)
-    for phase, backend in own.items():
+def check_named(server: Server) -> None:
+    """Refuse backends named by the user that cannot read the rows; the error names the flag of the backend.
+
+    The fields of ServerArgs hold the user's values; the view has SGLang's defaults for the platform already.
+    """
+    common, *own = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
+    for phase, backend in zip(PHASES, own, strict=True):
+        _check_reader(server, f"--{phase}-attention-backend", backend, phase, phase)
+    taken_over = _phases_taken_over(server)
+    for phase, backend in zip(PHASES, own, strict=True):
         if backend is None and phase not in taken_over:
             # A draft's steps and verification need one backend for all phases.
-            proposed = None if view.speculative_algorithm is None else phase
-            _check_reader("--attention-backend", common, layout, arrangement, phase, view.device, proposed)
-    _check_reader("--attention-backend", common, layout, arrangement, None, view.device)
+            proposed = None if server.view.speculative_algorithm is None else phase
+            _check_reader(server, "--attention-backend", common, phase, proposed)
+    _check_reader(server, "--attention-backend", common, None)
 
 
-def phases_taken_over(
-    layout: MLAKVCacheLayout, common: str | None, prefill: str | None, decode: str | None
-) -> tuple[str, ...]:
+def declare_backends(server: Server) -> dict[str, str] | None:
+    """`kvpool_mla` for phases that it takes over, or for both where none is named and it `is_chosen`."""
+    common, *own = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
+    taken_over = _phases_taken_over(server)
+    for phase in taken_over:
+        logger.info(
+            "sgl-kvpool: --%s-attention-backend %s (that of %s would cast the whole pool of a layer)",
+            *(phase, KVPOOL_BACKEND, common),
+        )
+    if common is None and None in own:
+        if is_chosen(server.layout, server.arrangement, server.view.device, server.view.dcp_size):
+            return {"attention_backend": KVPOOL_BACKEND}
+        logger.info("sgl-kvpool: SGLang chooses the attention backend; its own read %s", server.layout)
+    return {f"{phase}_attention_backend": KVPOOL_BACKEND for phase in taken_over}
+
+
+def disable_cpu_graphs(server: Server) -> dict[str, Any] | None:
+    """No CUDA graphs for `kvpool_mla` on a CPU, as SGLang declares for torch_native."""
+    if server.view.device != "cpu" or KVPOOL_BACKEND not in server.backends:
+        return None
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    config = server.view.cuda_graph_config
+    for part in (Phase.DECODE, Phase.PREFILL):
+        config = with_phase(config, part, backend=Backend.DISABLED)
+    return {"cuda_graph_config": config}
+
+
+def _phases_taken_over(server: Server) -> tuple[str, ...]:
     """Phases of `--attention-backend` that `kvpool_mla` computes instead.
 
     The backend would cast full pools in these phases, and reads the rows directly in the other phase:
     flashmla over fp8. Its prefill is FlashInfer's, which casts the pool in absorbed calls: under prefill
     graphs, SGLang's default, and after short prefixes.
     """
-    if common is None or casts_pool(common, layout):
+    common, *own = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
+    if common is None or casts_pool(common, server.layout):
         return ()
-    own = zip(PHASES, (prefill, decode), strict=True)
-    return tuple(phase for phase, named in own if named is None and casts_pool(common, layout, phase))
+    named = zip(PHASES, own, strict=True)
+    return tuple(p for p, backend in named if backend is None and casts_pool(common, server.layout, p))
 
 
-def check_draft(
-    layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None, device: str = "cuda"
-) -> None:
+def check_draft_reader(server: Server, backend: str | None) -> None:
     """Refuse a draft's explicit backend unless it can read the draft's pool in all phases: it serves all."""
     for phase in PHASES:
-        flag = "--speculative-draft-attention-backend"
-        _check_reader(flag, backend, layout, arrangement, phase, device, PHASES[0])
+        _check_reader(server, "--speculative-draft-attention-backend", backend, phase, PHASES[0])
 
 
 def _check_reader(
-    flag: str,
-    backend: str | None,
-    layout: MLAKVCacheLayout,
-    arrangement: KVArrangement,
-    phase: str | None,
-    device: str,
-    proposed: str | None = None,
+    server: Server, flag: str, backend: str | None, phase: str | None, proposed: str | None = None
 ) -> None:
     """Refuse a backend that cannot read the rows in `phase`, or in any phase if that is None.
 
     The error names backends that read them in phase `proposed`.
     """
+    layout, arrangement = server.layout, server.arrangement
     if backend is None or can_read(backend, layout, arrangement, phase):
         return
-    able = use((KVPOOL_BACKEND, *suggestions(layout, device, arrangement, proposed)))
+    able = use((KVPOOL_BACKEND, *suggestions(layout, server.view.device, arrangement, proposed)))
     if casts_pool(backend, layout, phase):
         raise Refusal(
             f"{flag} {backend} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
@@ -145,50 +155,63 @@ def _check_reader(
     raise Refusal(f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or {able}")
 
 
-def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse backends that cannot read the rows, and features that our own backend does not support."""
-    in_use = backends_in_use(view)
-    for phase, backend in zip(PHASES, in_use, strict=True):
-        _check_reader(
-            f"the {phase} attention backend", backend, layout, arrangement, phase, view.device, phase
-        )
-    if env.flag(env.PREFILL_READS_ROWS) and in_use[0] != KVPOOL_BACKEND:
+def check_readers(server: Server) -> None:
+    """Refuse backends in use that cannot read the rows, and a variable that needs ours for prefill."""
+    for phase, backend in zip(PHASES, server.backends, strict=True):
+        _check_reader(server, f"the {phase} attention backend", backend, phase, phase)
+    prefill = server.backends[0]
+    if env.flag(env.PREFILL_READS_ROWS) and prefill != KVPOOL_BACKEND:
         raise Refusal(
-            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {in_use[0]}; leave "
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {prefill}; leave "
             f"it out, or use --prefill-attention-backend {KVPOOL_BACKEND}"
         )
-    dcp_rules.check_backends(layout, in_use, view)
-    if KVPOOL_BACKEND in in_use:
-        if view.enable_deterministic_inference and in_use[0] != in_use[1]:
-            raise Refusal(
-                f"--enable-deterministic-inference does not work with attention backends {in_use[0]} for "
-                f"prefill and {in_use[1]} for decode, whose results differ; use --attention-backend "
-                f"{KVPOOL_BACKEND} alone"
-            )
-        device = device_name(view)
-        if device not in KVPOOL_DEVICES:
-            raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
-                f"{device}; leave out {LAYOUT.flag}"
-            )
-        _check_features(BACKEND_FEATURES, view, layout, arrangement)
-    _check_speculation(in_use, view, layout, arrangement)
-    if view.speculative_algorithm is None:
+
+
+def check_ours(server: Server) -> None:
+    """Refuse devices and features that our backend does not support."""
+    if KVPOOL_BACKEND not in server.backends:
         return
-    draft = view.speculative_draft_attention_backend
-    if not has_own_draft(view):
-        # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
-        # draft model is checked when it is built.
-        check_draft(layout, arrangement, draft, view.device)
+    prefill, decode = server.backends
+    if server.view.enable_deterministic_inference and prefill != decode:
+        raise Refusal(
+            f"--enable-deterministic-inference does not work with attention backends {prefill} for prefill "
+            f"and {decode} for decode, whose results differ; use --attention-backend {KVPOOL_BACKEND} alone"
+        )
+    if server.device_name not in KVPOOL_DEVICES:
+        raise Refusal(
+            f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
+            f"{server.device_name}; leave out {LAYOUT.flag}"
+        )
+    _check_features(BACKEND_FEATURES, server)
 
 
-def check_model(model_config: Any, view: Any) -> None:
+def check_draft(server: Server) -> None:
+    """Refuse a backend for drafts that cannot read a pool of the target's rows.
+
+    Such a draft is a layer of the same checkpoint. The pool of a separate draft model is checked when it is
+    built.
+    """
+    if server.view.speculative_algorithm is not None and not server.has_own_draft:
+        check_draft_reader(server, server.view.speculative_draft_attention_backend)
+
+
+def check_gpu(what: str, remedy: str) -> None:
+    """Refuse `what`, which needs our decode, on a GPU that does not run it."""
+    import torch
+
+    problem = gpu_problem(torch.cuda.get_device_capability())
+    if problem is not None:
+        raise Refusal(f"{what} {problem}; {remedy}")
+
+
+def check_model(server: Server) -> None:
     """Refuse GPUs and models that our backend does not support on CUDA."""
-    if KVPOOL_BACKEND not in backends_in_use(view) or view.device == "cpu":
+    if KVPOOL_BACKEND not in server.backends or server.view.device == "cpu":
         return
     remedy = f"serve it without {LAYOUT.flag}, or use bf16 with an --attention-backend of SGLang"
     check_gpu(f"attention backend {KVPOOL_BACKEND}", remedy)
-    rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
+    rank = server.model_config.kv_lora_rank
+    dtype = str(server.model_config.dtype).removeprefix("torch.")
     if rank > MAX_LATENT_RANK:
         raise Refusal(
             f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
@@ -201,27 +224,24 @@ def check_model(model_config: Any, view: Any) -> None:
         )
 
 
-def _check_features(
-    features: tuple[Feature, ...], view: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement
-) -> None:
-    remedy = f"leave it out{_or_rows_of_sglang(layout, arrangement, view)}"
-    check_features(features, view, f"attention backend {KVPOOL_BACKEND}", remedy)
+def _check_features(features: tuple[Feature, ...], server: Server) -> None:
+    remedy = f"leave it out{_or_rows_of_sglang(server)}"
+    check_features(features, server, f"attention backend {KVPOOL_BACKEND}", remedy)
 
 
-def _or_rows_of_sglang(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> str:
+def _or_rows_of_sglang(server: Server) -> str:
     """The end of a refusal's last clause: the layout that SGLang's own backend reads, if there is one."""
     plain = MLAKVCacheLayout.BF16
-    if layout is plain or is_chosen(plain, arrangement, view.device):
+    if server.layout is plain or is_chosen(plain, server.arrangement, server.view.device):
         return ""
     return f", or use {LAYOUT.flag} {plain} and leave out --attention-backend, and SGLang's backend reads it"
 
 
-def _check_speculation(
-    in_use: tuple[str | None, str | None], view: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement
-) -> None:
+def check_speculation(server: Server) -> None:
     """Refuse speculative decoding that our backend does not verify, or does not draft for."""
+    view, in_use = server.view, server.backends
     algorithm, draft = view.speculative_algorithm, view.speculative_draft_attention_backend
-    if algorithm is None:
+    if algorithm is None or not any(in_use):  # SGLang has not chosen yet
         return
     ours = [name == KVPOOL_BACKEND for name in in_use]
     if not any(ours):
@@ -242,7 +262,7 @@ def _check_speculation(
         reason = UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
         raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
-            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}{_or_rows_of_sglang(layout, arrangement, view)}"
+            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}{_or_rows_of_sglang(server)}"
         )
     if not all(ours):
         raise Refusal(
@@ -250,18 +270,18 @@ def _check_speculation(
             f"{in_use[0]} and decode uses {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
         )
     if name == _DSPARK:
-        _check_dspark(flag, view)
+        _check_dspark(flag, server)
     topk = view.speculative_eagle_topk
     if topk not in (None, 1):
         raise Refusal(
             f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
             "verifies chains, and trees need a mask per query in its kernels; use --speculative-eagle-topk 1"
-            f"{_or_rows_of_sglang(layout, arrangement, view)}"
+            f"{_or_rows_of_sglang(server)}"
         )
-    _check_features(DRAFT_FEATURES, view, layout, arrangement)
+    _check_features(DRAFT_FEATURES, server)
 
 
-def _check_dspark(flag: str, view: Any) -> None:
+def _check_dspark(flag: str, server: Server) -> None:
     from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
     mode = read_ragged_verify_mode()
@@ -270,12 +290,12 @@ def _check_dspark(flag: str, view: Any) -> None:
             f"SGLANG_RAGGED_VERIFY_MODE={mode.value} does not work with attention backend {KVPOOL_BACKEND}, "
             "which verifies as many drafts for each request; leave it out, or use static"
         )
-    if view.enable_two_batch_overlap:
+    if server.view.enable_two_batch_overlap:
         raise Refusal(
             f"{flag} does not work with --enable-two-batch-overlap: SGLang does not split its verification; "
             "leave out one of them"
         )
-    if has_host_tier(view):
+    if server.has_host_tier:
         raise Refusal(
             f"{flag} does not work with a host tier of {LAYOUT.flag}: its drafts there have not been tested; "
             "leave out --enable-hierarchical-cache"

@@ -24,11 +24,11 @@ from sgl_kvpool.attention.topk_transform import (
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import models
-from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
+from sgl_kvpool.sglang_plugin.rules.attention import check_gpu
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
+from sgl_kvpool.sglang_plugin.server import Server, is_rocm
 
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")
@@ -38,34 +38,33 @@ uses("sglang.srt.configs.model_config.get_dsa_index_kpool", "model rules", takes
 fields(*_IMPLEMENTATION_FIELDS, "cp_strategy", "enable_mixed_chunk")
 
 
-def prepare(
-    layout: MLAKVCacheLayout, arrangement: KVArrangement, model_config: Any, server_args: Any
-) -> dict:
-    """Arguments to declare for a DSA model, by field; Refusal if one of the user's contradicts the layout."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    name = model_name(model_config)
-    device = device_name(resolving_view(server_args))
-    if device != "cuda":
+def check_server(server: Server) -> None:
+    """Refuse devices, arrangements and backends that sparse attention does not work with."""
+    name = server.model_name
+    if server.device_name != "cuda":
         raise Refusal(
-            f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on NVIDIA GPUs "
-            f"only, and the device is {device}; serve it without {LAYOUT.flag}"
+            f"{LAYOUT.flag} {server.layout} serves models with sparse attention, such as {name}, on NVIDIA "
+            f"GPUs only, and the device is {server.device_name}; serve it without {LAYOUT.flag}"
         )
-    if arrangement is not KVArrangement.LAYER_MAJOR:
+    if server.arrangement is not KVArrangement.LAYER_MAJOR:
         raise Refusal(
-            f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
-            "need the rows of a layer to be adjacent; leave it out"
+            f"{ARRANGEMENT.flag} {server.arrangement} does not work with {name}: the kernels of sparse "
+            "attention need the rows of a layer to be adjacent; leave it out"
         )
-    wrong = _given(BACKEND_FIELDS, server_args, lambda value: value not in _NAMES)
+    wrong = _given(BACKEND_FIELDS, server.server_args, lambda value: value not in _NAMES)
     if wrong:
         raise _not_sparse(" and ".join(wrong), name, _leave_out(wrong))
-    if not has_own_draft(server_args):
-        check_draft_backend(server_args.speculative_draft_attention_backend, name)
-    declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
+    if not server.has_own_draft:
+        check_draft_backend(server, server.server_args.speculative_draft_attention_backend)
+
+
+def declare_implementations(server: Server) -> dict[str, str] | None:
+    """Implementations that the user left open, for rows that SGLang's kernels cannot read."""
+    layout = server.layout
     if sglang_dsa_reads(layout):
-        return declared
-    _check_reader(layout, model_config)
-    wrong = _given(_IMPLEMENTATION_FIELDS, server_args, lambda value: value != SPARSE_BF16)
+        return None
+    _check_reader(server)
+    wrong = _given(_IMPLEMENTATION_FIELDS, server.server_args, lambda value: value != SPARSE_BF16)
     if wrong:
         raise UnsupportedCombination(
             f"{' and '.join(wrong)} cannot read rows of {LAYOUT.flag} {layout}",
@@ -73,7 +72,7 @@ def prepare(
             f"{KVPOOL_DECODE}, under SGLang's name {SPARSE_BF16}",
         )
     # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
-    return declared | dict.fromkeys(_IMPLEMENTATION_FIELDS, SPARSE_BF16)
+    return dict.fromkeys(_IMPLEMENTATION_FIELDS, SPARSE_BF16)
 
 
 def _given(fields: tuple[str, ...], view: Any, is_wrong: Callable[[str], bool]) -> list[str]:
@@ -88,13 +87,14 @@ def _leave_out(arguments: list[str]) -> str:
     return "leave it out" if len(arguments) == 1 else "leave them out"
 
 
-def check_draft_backend(backend: str | None, name: str) -> None:
+def check_draft_backend(server: Server, backend: str | None) -> None:
     """Refuse a draft's explicit backend that does not support sparse attention.
 
     A separate draft model is checked when its pool is built, since its attention is not known before.
     """
     if backend not in (None, *_NAMES):
-        raise _not_sparse(f"--speculative-draft-attention-backend {backend}", name, "leave it out")
+        what = f"--speculative-draft-attention-backend {backend}"
+        raise _not_sparse(what, server.model_name, "leave it out")
 
 
 def _not_sparse(what: str, name: str, remedy: str) -> Refusal:
@@ -104,13 +104,13 @@ def _not_sparse(what: str, name: str, remedy: str) -> Refusal:
     )
 
 
-def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
+def _check_reader(server: Server) -> None:
     """Refuse models and GPUs that our readers do not support."""
     import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
-    name, rank = model_name(model_config), model_config.kv_lora_rank
-    row_bytes = row_format_of(model_config, layout).row_bytes
+    layout, model_config, name = server.layout, server.model_config, server.model_name
+    rank, row_bytes = model_config.kv_lora_rank, server.row_format.row_bytes
     if rank > MAX_LATENT_RANK or row_bytes % POOL_ALIGN_BYTES:
         raise Refusal(
             f"{name} has kv_lora_rank={rank}, whose rows of {LAYOUT.flag} {layout} have {row_bytes} bytes; "
@@ -122,7 +122,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
             f"{layout} and sparse attention, whose kernels multiply bfloat16; use --dtype bfloat16"
         )
-    models.check_gpu(f"{LAYOUT.flag} {layout}", f"use {LAYOUT.flag} {MLAKVCacheLayout.BF16}")
+    check_gpu(f"{LAYOUT.flag} {layout}", f"use {LAYOUT.flag} {MLAKVCacheLayout.BF16}")
     # SGLang reads `hf_config` when it resolves arguments and `hf_text_config` when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
@@ -134,24 +134,26 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
     check_pair(layout, SPARSE_BF16, SPARSE_BF16, index_kpool=index_kpool)
 
 
-def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
-    """Refuse arguments with which some batch of a server with a layout would fail or read wrong rows."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    name = model_name(model_config)
+def check_backends(server: Server) -> None:
+    """Refuse backends without sparse attention, and a variable of another backend."""
     if env.flag(env.PREFILL_READS_ROWS):
         raise Refusal(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
         )
-    for phase, backend in zip(PHASES, attention_backends_of(view), strict=True):
+    for phase, backend in zip(PHASES, server.backends, strict=True):
         if backend not in _NAMES:
             # If the user names the backend of one phase, SGLang sets the other.
             remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
-            raise _not_sparse(f"the {phase} attention backend, {backend},", name, remedy)
+            raise _not_sparse(f"the {phase} attention backend, {backend},", server.model_name, remedy)
+
+
+def check_implementations(server: Server) -> None:
+    """Refuse implementations with which some batch would fail, read wrong rows, or copy a whole pool."""
+    layout, view = server.layout, server.view
     try:
-        _check_modes(layout, model_config, view)
+        _check_modes(layout, server)
     except UnsupportedCombination as error:
-        other = _other_layout(layout, model_config, view)
+        other = _other_layout(server)
         if other is None:
             raise
         remedy = f"use {LAYOUT.flag} {other}, or {error.remedy}"
@@ -165,11 +167,11 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         remedy = (
             f"use {LAYOUT.flag} {_default_narrow_layout()}, whose rows SGLang's kernels read, or leave it out"
         )
-        check_features(READER_FEATURES, view, f"{LAYOUT.flag} {layout}", remedy)
+        check_features(READER_FEATURES, server, f"{LAYOUT.flag} {layout}", remedy)
     copied = SGLANG_READERS[layout].dsa_copied
     wrong = _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied)
     if wrong:
-        other = _other_layout(layout, model_config, view)
+        other = _other_layout(server)
         raise Refusal(
             f"{' and '.join(wrong)} would quantise the whole pool of a layer in every call with "
             f"{LAYOUT.flag} {layout}, however few rows the batch refers to; "
@@ -187,19 +189,20 @@ def _default_narrow_layout() -> MLAKVCacheLayout:
     return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE  # flashmla_kv
 
 
-def _other_layout(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> MLAKVCacheLayout | None:
-    """A narrow layout whose rows the resolved implementations read, if `layout` is not one; else None."""
+def _other_layout(server: Server) -> MLAKVCacheLayout | None:
+    """Another narrow layout whose rows the resolved implementations read; None if there is none."""
     for other in MLAKVCacheLayout:
-        if other is layout or not other.is_narrow or not sglang_dsa_reads(other):
+        if other is server.layout or not other.is_narrow or not sglang_dsa_reads(other):
             continue
         with suppress(UnsupportedCombination):
-            _check_modes(other, model_config, view)
+            _check_modes(other, server)
             return other
     return None
 
 
-def check_stock(model_config: Any, view: Any) -> None:
+def check_stock(server: Server) -> None:
     """Check the implementations over SGLang's own pool, with KVPOOL_FIX_TOPK=1 and no layout."""
+    view = server.view
     if view.use_ray:
         raise Refusal(
             f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "
@@ -207,12 +210,13 @@ def check_stock(model_config: Any, view: Any) -> None:
         )
     layout = stock_layout(view)
     if layout is not None and view.device == "cuda" and not is_rocm() and not view.enable_hisparse:
-        _check_modes(layout, model_config, view)
+        _check_modes(layout, server)
 
 
-def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
+def _check_modes(layout: MLAKVCacheLayout, server: Server) -> None:
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
+    view = server.view
     for field in _IMPLEMENTATION_FIELDS:
         value = getattr(view, field)
         if value not in IMPLEMENTATIONS:
@@ -225,7 +229,7 @@ def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None
         view.dsa_prefill_backend,
         view.dsa_decode_backend,
         modes=modes_in_use(view),
-        index_kpool=get_dsa_index_kpool(model_config.hf_config),
+        index_kpool=get_dsa_index_kpool(server.model_config.hf_config),
     )
 
 

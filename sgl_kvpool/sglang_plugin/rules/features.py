@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields
+from sgl_kvpool.sglang_plugin.server import Server, disaggregates
 
 #: Fields of SGLang's ServerArgs that name an attention backend of the target.
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -42,26 +44,29 @@ class Feature:
         return f"{self.flag} {value}" if one_word else self.flag
 
 
-def first_in_use(features: Iterable[Feature], view: Any) -> tuple[Feature, str] | None:
+def first_in_use(features: Iterable[Feature], server: Server) -> tuple[Feature, str] | None:
     """The first feature that a server uses, and how the user writes it; None if it uses none of them."""
     for feature in features:
-        value = getattr(view, feature.field)
-        if (feature.devices is None or view.device in feature.devices) and feature.in_use(value):
+        value = getattr(server.view, feature.field)
+        if (feature.devices is None or server.view.device in feature.devices) and feature.in_use(value):
             return feature, feature.written(value)
     return None
 
 
-def check_features(features: Iterable[Feature], view: Any, ours: str, remedy: str = "leave it out") -> None:
+def check_features(features: Iterable[Feature], server: Server, ours: str, remedy: str) -> None:
     """Refuse a feature that a server uses and that does not work with `ours`."""
-    found = first_in_use(features, view)
+    found = first_in_use(features, server)
     if found is not None:
         feature, text = found
         raise Refusal(f"{text} does not work with {ours}: {feature.reason}; {remedy}")
 
 
-def disaggregates(mode: str | None) -> bool:
-    """Whether a value of --disaggregation-mode splits prefill and decode."""
-    return mode not in (None, "null")
+def check(server: Server) -> None:
+    """Refuse arguments that do not work with layout and arrangement."""
+    remedy = "leave out one of the two"
+    check_features(LAYOUT_FEATURES, server, f"{LAYOUT.flag} {server.layout}", remedy)
+    if not server.arrangement.has_contiguous_layers:
+        check_features(ARRANGEMENT_FEATURES, server, f"{ARRANGEMENT.flag} {server.arrangement}", remedy)
 
 
 def above_one(field: str, reason: str) -> Feature:

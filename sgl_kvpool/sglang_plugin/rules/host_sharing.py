@@ -1,15 +1,18 @@
 """When the ranks of a machine may share one host tier, and what `--kv-host-sharing auto` chooses."""
 
-from typing import Any
+import logging
+from dataclasses import replace
 
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.models import has_own_draft, is_dsa, is_hybrid
-from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
+from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING, record
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import above_one, first_in_use, one_value
+from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
-fields("attn_dp_size", "hicache_storage_backend_extra_config")
+logger = logging.getLogger(__name__)
+
+fields("hicache_storage_backend_extra_config")
 
 _WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
 
@@ -19,11 +22,12 @@ _SHARED_DRAFTS = (
 )
 
 
-def _store_owns_the_tier(view: Any) -> bool:
+def _store_owns_the_tier(server: Server) -> bool:
     """Whether the store has an allocator of its own for the tier (`get_allocator_type` of SGLang)."""
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
+    view = server.view
     try:
         text = view.hicache_storage_backend_extra_config
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
@@ -60,7 +64,7 @@ _PREVENTS = (
 fields(*(feature.field for feature in _PREVENTS))
 
 
-def _has_packed_draft(model_config: Any, view: Any) -> bool:
+def _has_packed_draft(server: Server) -> bool:
     """Whether the rows of the draft surely lie in the target's host pages, under the target's page indices.
 
     SGLang packs drafts of EAGLE (NEXTN is resolved to it) whose config has MTP layers
@@ -69,12 +73,13 @@ def _has_packed_draft(model_config: Any, view: Any) -> bool:
     to the latent are replicated (`deepseek_nextn.py`, `deepseek_v2.py`), and such drafts run on the target's
     attention ranks (`draft_parallel.legacy_draft_parallel_spec`).
     """
+    view = server.view
     return (
         view.speculative_algorithm == "EAGLE"
         and view.speculative_eagle_topk == 1
         and not view.enable_multi_layer_eagle
-        and not has_own_draft(view)
-        and model_config.num_nextn_predict_layers == 1
+        and not server.has_own_draft
+        and server.model_config.num_nextn_predict_layers == 1
     )
 
 
@@ -88,41 +93,53 @@ def write_policy_problem(policy: str | None) -> str | None:
     )
 
 
-def same_rows_ranks(view: Any) -> int:
-    """Ranks that hold the rows of the same requests: those of attention's tensor parallelism."""
-    return view.tp_size // (view.attn_dp_size * view.attn_cp_size)
+def choose(server: Server) -> None:
+    """Record `NODE` or `RANK` for --kv-host-sharing, and log it; Refusal if something prevents "node"."""
+    requested = server.config.requests(HOST_SHARING)
+    sharing, why = _chosen(server, requested)
+    tier = replace(
+        server.config.host_tier, sharing=sharing, may_unshare=requested == AUTO and sharing == NODE
+    )
+    record(server.server_args, host_tier=tier)
+    if sharing != requested and (requested != AUTO or server.view.tp_size > 1):
+        logger.info("sgl-kvpool: %s %s (%s)", HOST_SHARING.flag, sharing, why)
 
 
-def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, str]:
-    """`NODE` or `RANK` for the value of --kv-host-sharing, and the reason, for the log.
-
-    Refusal if "node" was requested, and an argument or the model prevents it.
-    """
-    store_owns_the_tier = view.hicache_storage_backend is not None and _store_owns_the_tier(view)
+def _chosen(server: Server, requested: str) -> tuple[str, str]:
+    """`NODE` or `RANK`, and the reason."""
+    view = server.view
+    store_owns_the_tier = view.hicache_storage_backend is not None and _store_owns_the_tier(server)
     if requested == RANK:
         return RANK, "as requested"
-    prevented = first_in_use(_PREVENTS, view)
+    prevented = first_in_use(_PREVENTS, server)
     found = [] if prevented is None else [(prevented[1], prevented[0].reason)]
-    if store_owns_the_tier:
-        found.append(
-            ("a store that allocates the tier's memory", "the ranks would have to map that memory together")
-        )
-    if view.speculative_algorithm is not None and not _has_packed_draft(model_config, view):
-        found.append((f"--speculative-algorithm {view.speculative_algorithm}", _SHARED_DRAFTS))
-    if is_dsa(model_config):
-        found.append(("a model with sparse attention", "SGLang builds the host pool of its index keys"))
-    if is_hybrid(model_config):
-        found.append(("a model with linear attention", "each rank has a host tier of its own for states"))
+    for is_so, what, reason in (
+        (
+            store_owns_the_tier,
+            "a store that allocates the tier's memory",
+            "the ranks would have to map that memory together",
+        ),
+        (
+            view.speculative_algorithm is not None and not _has_packed_draft(server),
+            f"--speculative-algorithm {view.speculative_algorithm}",
+            _SHARED_DRAFTS,
+        ),
+        (server.is_dsa, "a model with sparse attention", "SGLang builds the host pool of its index keys"),
+        (
+            server.is_hybrid,
+            "a model with linear attention",
+            "each rank has a host tier of its own for states",
+        ),
+    ):
+        found += [(what, reason)] if is_so else []
     if found and requested != AUTO:
         name, why = found[0]
         raise Refusal(
             f"{HOST_SHARING.flag} {requested} does not work with {name}: {why}; leave out "
             f"{HOST_SHARING.flag}, or give {RANK}"
         )
-    ranks = same_rows_ranks(view)
-    if ranks == 1:
+    if server.same_rows_ranks == 1:
         return RANK, "no two ranks hold the same rows"
     if found:
-        name, why = found[0]
-        return RANK, f"{name}: {why}"
-    return NODE, f"{ranks} ranks hold the same rows"
+        return RANK, ": ".join(found[0])
+    return NODE, f"{server.same_rows_ranks} ranks hold the same rows"

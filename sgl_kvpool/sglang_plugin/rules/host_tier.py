@@ -3,16 +3,12 @@
 Each refusal is an error at server start that names the value, the reason and what to use instead.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
-from sgl_kvpool.sglang_plugin.models import is_hybrid, layers_with_rows, model_name, row_format_of
-from sgl_kvpool.sglang_plugin.options import HOST_ENGINE, HOST_LAYOUT, HOST_SHARING, LAYOUT, Option
+from sgl_kvpool.sglang_plugin.options import HOST_ENGINE, HOST_LAYOUT, HOST_SHARING, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
-from sgl_kvpool.sglang_plugin.rules.features import disaggregates
+from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.transfer.host_options import (
     CPU_ENGINE,
     GPU_ENGINE_NAMES,
@@ -21,46 +17,76 @@ from sgl_kvpool.transfer.host_options import (
     HostTierOptions,
 )
 
+#: Tokens per page with a host tier.
+_PAGE_SIZE = 64
+
 uses("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", "model rules", takes=("config",))
 uses(
     "sglang.srt.distributed.utils.get_pp_indices",
     "model rules",
     takes=("num_hidden_layers", "pp_rank", "pp_size"),
 )
-fields("enable_deterministic_inference")
-fields("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "hicache_storage_backend")
-fields("disaggregation_decode_enable_offload_kvcache")
+uses(
+    "sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
+    "arguments",
+    takes=("view", "hf_config"),
+)
+fields("enable_deterministic_inference", "mamba_radix_cache_strategy", "mamba_track_interval")
+fields("hicache_mem_layout", "hicache_io_backend", "hicache_storage_backend")
 fields("enable_linear_replayssm", "enable_linear_replayssm_spec", "pp_size")
 
 
-def has_host_tier(view: Any) -> bool:
-    """Whether a server will build a host tier."""
-    # SGLang reads the offload argument on decode servers only.
-    offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
-    return view.enable_hierarchical_cache or offloads
+def declare_page_size(server: Server) -> dict[str, int] | None:
+    """The page size with a host tier, unless the user sets one or the prefix cache needs pages of one token.
+
+    SGLang's default is 1 with most backends: every row would be a host page with a key and a checksum.
+    """
+    sized = server.view.page_size is not None
+    if not server.has_host_tier or sized or _keeps_states_by_token(server):
+        return None
+    # SGLang requires that the size divides the interval at which states are kept.
+    interval = server.view.mamba_track_interval if server.is_hybrid else 0
+    return {"page_size": math.gcd(_PAGE_SIZE, interval)}
 
 
-def check_without_tier(requested: Mapping[Option, str], view: Any) -> None:
+def _keeps_states_by_token(server: Server) -> bool:
+    """Whether a server's prefix cache keeps states of linear layers by token, which needs pages of one token.
+
+    For longer pages SGLang chooses its other strategy, `extra_buffer`, if model, linear backend and device
+    support it (`overrides._mamba_radix_cache_resolution`, `mamba_hook.validate_mamba_extra_buffer`).
+    """
+    from sglang.srt.arg_groups.overrides import supports_mamba_cache_extra_buffer
+
+    if not server.is_hybrid:
+        return False
+    strategy = server.view.mamba_radix_cache_strategy
+    if strategy != "auto":
+        return strategy == "no_buffer"
+    hf_config = server.model_config.hf_config
+    return server.view.device == "cpu" or not supports_mamba_cache_extra_buffer(server.view, hf_config)
+
+
+def check_without_tier(server: Server) -> None:
     """Refuse a store, or options of a host tier, on a server without a host tier."""
     flag = "--enable-hierarchical-cache"
     for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING):
-        if requested[option] != option.default:
+        requested = server.config.requests(option)
+        if requested != option.default:
             raise Refusal(
-                f"{option.flag} {requested[option]} (or {option.env}) does nothing without {flag}; add that, "
+                f"{option.flag} {requested} (or {option.env}) does nothing without {flag}; add that, "
                 "or leave it out"
             )
     # Prefill and decode servers are exempt.
-    if view.hicache_storage_backend is not None and not disaggregates(view.disaggregation_mode):
+    store = server.view.hicache_storage_backend
+    if store is not None and not server.disaggregates:
         raise Refusal(
-            f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without {flag}; add "
-            "that, or leave it out"
+            f"--hicache-storage-backend {store} does nothing without {flag}; add that, or leave it out"
         )
 
 
-def check_host_tier(
-    layout: MLAKVCacheLayout, arrangement: KVArrangement, options: HostTierOptions, view: Any
-) -> None:
+def check_host_tier(server: Server) -> None:
     """Refuse arguments that do not work with the host tier of a server."""
+    view, layout, options = server.view, server.layout, server.config.host_tier
     flag = "--enable-hierarchical-cache"
     if not view.enable_hierarchical_cache:
         flag = "--disaggregation-decode-enable-offload-kvcache"
@@ -75,23 +101,22 @@ def check_host_tier(
             f"{HOST_ENGINE.flag} {options.engine} does not work on {view.device}; leave it out, or "
             f"{use(able)}"
         )
-    if options.engine == "copy_engine" and options.host_layout(layout) is not layout:
+    if options.engine == "copy_engine" and server.host_layout is not layout:
         raise Refusal(
             f"{HOST_ENGINE.flag} copy_engine copies rows as they are, and {HOST_LAYOUT.flag} "
             f"{options.layout} changes them; use {HOST_ENGINE.flag} staged, which encodes into a buffer from "
             f"which the copy engine takes them, or use {HOST_ENGINE.flag} kernel"
         )
-    if view.enable_deterministic_inference and options.host_layout(layout) is not layout:
+    if view.enable_deterministic_inference and server.host_layout is not layout:
         raise Refusal(
             f"{HOST_LAYOUT.flag} {options.layout} rounds rows that come back from the host tier, so with "
             "--enable-deterministic-inference an answer would depend on where its prefix was; leave out one"
         )
-    if options.serves(layout, arrangement, view.device):
-        _check_host_arguments(layout, view)
 
 
-def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
+def check_host_arguments(server: Server) -> None:
     """Refuse values of SGLang's arguments that our host tier does not support."""
+    view = server.view
     for option, value, taken, reason in (
         (
             "--hicache-mem-layout",
@@ -103,46 +128,42 @@ def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
     ):
         if value not in taken:
             raise Refusal(
-                f"{option} {value} does not work with {LAYOUT.flag} {layout}: {reason}; leave it out, or "
-                f"{use(taken)}"
+                f"{option} {value} does not work with {LAYOUT.flag} {server.layout}: {reason}; leave it "
+                f"out, or {use(taken)}"
             )
 
 
-def check_host_model(
-    layout: MLAKVCacheLayout,
-    arrangement: KVArrangement,
-    options: HostTierOptions,
-    model_config: Any,
-    view: Any,
-) -> None:
-    """Refuse a host layout whose rows are not narrower, and pools that our tier cannot describe."""
+def check_index_keys(server: Server) -> None:
+    """Refuse compressed index keys: each request has a tail outside of the pages (`srt.pool.regions`)."""
     from sglang.srt.configs.model_config import get_dsa_index_kpool_compress
 
-    from sgl_kvpool.transfer.conversion import host_layout_problem
-
-    ours = options.serves(layout, arrangement, view.device)
-    if ours and is_hybrid(model_config):
-        _check_states(layout, model_config, view)
-    # Compressed index keys have a tail per request outside of the pages (`srt.pool.regions`).
-    if ours and get_dsa_index_kpool_compress(model_config.hf_config):
+    if get_dsa_index_kpool_compress(server.model_config.hf_config):
         remedy = "leave out --enable-hierarchical-cache"
-        if not HostTierOptions().serves(layout, arrangement, view.device):
+        if not HostTierOptions().serves(server.layout, server.arrangement, server.view.device):
             ours_alone = f"{HOST_LAYOUT.flag}, {HOST_ENGINE.flag}, {HOST_SHARING.flag}"
             remedy = f"leave out {ours_alone} to use SGLang's own tier, or {remedy}"
         raise Refusal(
-            f"{model_name(model_config)} has compressed index keys, whose tails do not lie in the pages of a "
+            f"{server.model_name} has compressed index keys, whose tails do not lie in the pages of a "
             f"host tier of sgl-kvpool; {remedy}"
         )
-    rows = row_format_of(model_config, layout)
-    problem = host_layout_problem(rows, options.host_layout(layout))
+
+
+def check_host_layout(server: Server) -> None:
+    """Refuse a host layout whose rows are not narrower."""
+    from sgl_kvpool.transfer.conversion import host_layout_problem
+
+    problem = host_layout_problem(server.row_format, server.host_layout)
     if problem is not None:
-        raise Refusal(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
+        raise Refusal(f"{HOST_LAYOUT.flag} {server.host_layout} does not work: {problem}")
 
 
-def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
+def check_states(server: Server) -> None:
     """Refuse states of a hybrid model that our host tier cannot store."""
     from sglang.srt.distributed.utils import get_pp_indices
 
+    if not server.is_hybrid:
+        return
+    view, model_config = server.view, server.model_config
     flag, remedy = "--enable-hierarchical-cache", f"or serve without {LAYOUT.flag}"
     for field, replay in (
         ("enable_linear_replayssm", "--enable-linear-replayssm"),
@@ -150,16 +171,16 @@ def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> Non
     ):
         if getattr(view, field):
             raise Refusal(
-                f"{replay} does not work with {flag} and {LAYOUT.flag} {layout}: a state loaded from the "
-                "host would be combined with tokens that the slot's former owner was to replay; leave out "
-                f"one of the two, {remedy}"
+                f"{replay} does not work with {flag} and {LAYOUT.flag} {server.layout}: a state loaded from "
+                "the host would be combined with tokens that the slot's former owner was to replay; leave "
+                f"out one of the two, {remedy}"
             )
-    layers, with_rows = model_config.num_hidden_layers, set(layers_with_rows(model_config) or ())
+    layers, with_rows = model_config.num_hidden_layers, set(server.layers_with_rows or ())
     for rank in range(view.pp_size):
         stage = range(*get_pp_indices(layers, rank, view.pp_size))
         if not 0 < len(with_rows.intersection(stage)) < len(stage):
             raise Refusal(
                 f"--pp-size {view.pp_size} gives layers {stage.start} to {stage.stop - 1} of "
-                f"{model_name(model_config)} a stage of their own, which has no rows or no states for "
+                f"{server.model_name} a stage of their own, which has no rows or no states for "
                 f"{flag}; use fewer stages, {remedy}"
             )

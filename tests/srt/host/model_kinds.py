@@ -62,9 +62,10 @@ def publish_server(
     # The chunk size of a hybrid model's kernels; there is no model config to derive it from.
     args._mamba_cache_chunk_size = page_size
     if shared is not None:
-        from sgl_kvpool.sglang_plugin.options import HOST_SHARING
+        from sgl_kvpool.sglang_plugin.options import record
+        from sgl_kvpool.transfer.host_options import HostTierOptions
 
-        setattr(args, HOST_SHARING.attribute, shared)
+        record(args, host_tier=HostTierOptions(sharing=shared))
     get_parallel().clear_stamp()  # set for the previous server
     publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
     if store:

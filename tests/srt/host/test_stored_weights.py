@@ -294,12 +294,12 @@ def scheduler_of(graph=None, mode="null"):
 @pytest.fixture
 def followed(monkeypatch):
     """`followed(pool, model)`: the k_scales of a pool follow those of a model."""
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin.pool_request import checked_k_scales
 
     monkeypatch.setattr(weights, "_followed", [])
 
     def follow(pool, model, readers=("kvpool_mla",)):
-        weights.follow_k_scales(pool, lambda: pools._checked_k_scales(model, pool.kv_cache_layout, readers))
+        weights.follow_k_scales(pool, lambda: checked_k_scales(model, pool.kv_cache_layout, readers))
         return pool
 
     return follow

@@ -1,0 +1,156 @@
+"""The pool that SGLang is about to build: of which class, and with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import options
+from sgl_kvpool.sglang_plugin.rules import attention, dsa
+from sgl_kvpool.sglang_plugin.server import Server
+
+if TYPE_CHECKING:
+    from sgl_kvpool.srt.pool.row_pool import PoolOptions
+
+
+def require_decided(server_args: Any) -> None:
+    """Raise RuntimeError for a `ServerArgs` that was resolved before the plugin was loaded.
+
+    The hooks that call this are applied because the environment requests a layout, but no argument was
+    checked, and the layout's dtype was not declared to SGLang.
+    """
+    if not options.config_of(server_args).is_decided:
+        raise RuntimeError(
+            f"{options.LAYOUT.env} requests a layout, but the server's arguments were resolved before "
+            "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
+            f"or start the server with {options.LAYOUT.flag}"
+        )
+
+
+class PoolRequest(Server):
+    """A server whose KVCacheConfigurator builds a pool; the model is the target, or a draft."""
+
+    def __init__(self, configurator: Any) -> None:
+        require_decided(configurator.server_args)
+        super().__init__(configurator.server_args)
+        self.configurator = configurator
+
+    @cached_property
+    def has_rows(self) -> bool:
+        """Whether the pool stores rows of a layout; that of a draft without MLA is SGLang's own."""
+        if self.config.layout is None or self.configurator.use_mla_backend:
+            return self.config.layout is not None
+        if not self.configurator.is_draft_worker:
+            raise RuntimeError(
+                f"--kv-cache-layout {self.layout} is set, but SGLang does not serve an MLA model"
+            )
+        return False
+
+    @property
+    def model_config(self) -> Any:
+        """SGLang's ModelConfig of the pool's model."""
+        return self.configurator.model_config
+
+    @cached_property
+    def arrangement(self) -> KVArrangement:
+        """Arrangement of the rows; those of a draft are layer-major.
+
+        It has few layers, nothing reads its pages as contiguous bytes, and with a single layer all
+        arrangements have the same strides.
+        """
+        is_draft = self.configurator.is_draft_worker
+        return KVArrangement.LAYER_MAJOR if is_draft else self.config.arrangement
+
+    @cached_property
+    def readers(self) -> tuple[str, ...]:
+        """Names of the attention backends that read the pool."""
+        from sglang.srt.runtime_context import attention_backends, get_spec
+
+        if self.is_dsa:
+            return (DSA_BACKEND,)
+        # As in model_runner.resolve_draft_attention_backend, a draft's explicit backend serves all its
+        # phases.
+        draft = get_spec().speculative_draft_attention_backend if self.configurator.is_draft_worker else None
+        if draft is not None:
+            return (draft,)
+        return tuple(name for name in attention_backends() if name is not None)
+
+    def k_scales(self) -> dict[int, float]:
+        """k_scales of the model as it is loaded now."""
+        layers = self.layers_with_rows
+        if layers is not None and self.configurator.is_draft_worker:
+            layers = (0,)  # a hybrid draft is one MLA layer, to which SGLang's builder gives this number
+        return checked_k_scales(self.configurator.model, self.layout, self.readers, layers)
+
+    def options(self) -> PoolOptions:
+        """What the constructor of our class takes besides SGLang's own arguments."""
+        from sgl_kvpool.srt.pool.row_pool import PoolOptions
+
+        return PoolOptions(
+            self.layout, self.k_scales(), self.arrangement, self.readers, self.config.host_tier
+        )
+
+    def check_draft(self) -> None:
+        """Refuse a draft whose pool cannot have the rows of its target, or whose backend cannot read them."""
+        from sglang.srt.runtime_context import get_spec
+
+        if not self.configurator.is_draft_worker:
+            return
+        target = Server(self.server_args)
+        if self.is_dsa != target.is_dsa:
+            raise Refusal(
+                f"{self.model_name}, the draft model, {'has' if self.is_dsa else 'has no'} sparse attention "
+                f"(DSA) and its target {'has' if target.is_dsa else 'does not'}: their pools are declared to "
+                "SGLang differently; leave out --kv-cache-layout, or use a draft of the target's kind"
+            )
+        check = dsa.check_draft_backend if self.is_dsa else attention.check_draft_reader
+        check(self, get_spec().speculative_draft_attention_backend)
+
+
+def checked_k_scales(
+    model: Any, layout: MLAKVCacheLayout, readers: Sequence[str], with_rows: Collection[int] | None = None
+) -> dict[int, float]:
+    """k_scales of the layers `with_rows`, or of all; Refusal if a reader would not multiply rows by them."""
+    if not layout.uses_k_scale:
+        return {}
+    k_scales = collect_k_scales(model)
+    if with_rows is not None:  # linear layers that are `RadixAttention` modules (lightning) were found too
+        k_scales = {layer: value for layer, value in k_scales.items() if layer in with_rows}
+    scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
+    stock = sorted({name for name in readers if name != KVPOOL_BACKEND})
+    if scaled and stock:
+        ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
+        raise Refusal(
+            f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
+            f"{', '.join(stock)} does not multiply rows by it in both prefill and decode; use "
+            f"{ours}--kv-cache-layout bf16"
+        )
+    return k_scales
+
+
+def collect_k_scales(model: Any) -> dict[int, float]:
+    """k_scale of every model layer that has one, by layer id, where SGLang's loader sets it.
+
+    The scale of other layers is 1.0. Refusal if two modules of a layer disagree.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    attentions = [(n, m) for n, m in model.named_modules() if isinstance(m, RadixAttention)]
+    # DeepSeek models have two per layer, and the loader sets k_scale on attn_mqa alone.
+    absorbed = [(n, m) for n, m in attentions if n.rpartition(".")[2] == "attn_mqa"]
+    k_scales: dict[int, float] = {}
+    for name, module in absorbed or attentions:
+        if module.k_scale_float is None:
+            continue
+        value = float(module.k_scale_float)
+        if k_scales.setdefault(module.layer_id, value) != value:
+            raise Refusal(
+                f"two attention modules of layer {module.layer_id} have k_scale "
+                f"{k_scales[module.layer_id]} and {value} ({name}); the checkpoint's KV scales are damaged"
+            )
+    return k_scales

@@ -1,0 +1,169 @@
+"""A server as rules and hooks see it: each fact that follows from its arguments and its model, once."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.sglang_plugin import models
+from sgl_kvpool.sglang_plugin.options import KVPoolConfig, config_of
+from sgl_kvpool.sglang_plugin.registry import fields, uses
+
+uses("sglang.srt.arg_groups.overrides.resolving_view", "arguments", takes=("server_args",))
+uses("sglang.srt.arg_groups.overrides.model_config_of", "arguments", takes=("server_args",))
+uses("sglang.srt.arg_groups.overrides.attention_backends_of", "arguments", takes=("cfg",))
+fields("device", "model_path", "speculative_draft_model_path", "attn_dp_size", "attn_cp_size", "tp_size")
+fields("enable_hierarchical_cache", "disaggregation_mode", "disaggregation_decode_enable_offload_kvcache")
+
+
+class Server:
+    """A server's arguments and the facts that follow from them, each computed when it is first asked for.
+
+    After a declaration to SGLang, rules get another `Server`.
+
+    `server_args`: SGLang's ServerArgs, whose fields hold the user's values.
+    `facts`: Facts that are known already, by name of a property.
+    """
+
+    def __init__(self, server_args: Any, **facts: Any) -> None:
+        self.server_args = server_args
+        vars(self).update(facts)
+
+    @cached_property
+    def config(self) -> KVPoolConfig:
+        """What was decided for the server."""
+        return config_of(self.server_args)
+
+    @cached_property
+    def view(self) -> Any:
+        """The fields of ServerArgs, as SGLang has resolved them so far."""
+        from sglang.srt.arg_groups.overrides import resolving_view
+
+        return resolving_view(self.server_args)
+
+    @cached_property
+    def model_config(self) -> Any:
+        """SGLang's ModelConfig of the target."""
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        return model_config_of(self.server_args)
+
+    @cached_property
+    def layout(self) -> MLAKVCacheLayout:
+        """Layout of the rows, of a server with one."""
+        assert self.config.layout is not None
+        return self.config.layout
+
+    @cached_property
+    def arrangement(self) -> KVArrangement:
+        """Arrangement of the rows."""
+        return self.config.arrangement
+
+    # ---------------------------------------------------------------- the model
+
+    @cached_property
+    def model_name(self) -> str:
+        """Name of the model's class, for messages."""
+        return models.model_name(self.model_config)
+
+    @cached_property
+    def is_dsa(self) -> bool:
+        """Whether the model has sparse attention."""
+        return models.is_dsa(self.model_config)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token attends all earlier ones, in the layers with rows."""
+        return not self.is_dsa
+
+    @cached_property
+    def layers_with_rows(self) -> Sequence[int] | None:
+        """Layers of a hybrid model that store rows; None for other models."""
+        return models.layers_with_rows(self.model_config)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the model mixes MLA with linear attention."""
+        return self.layers_with_rows is not None
+
+    @cached_property
+    def row_format(self) -> RowFormat:
+        """Format of the pool's rows; ValueError for a geometry that no layout stores."""
+        return models.row_format_of(self.model_config, self.layout)
+
+    # ---------------------------------------------------------------- attention
+
+    @cached_property
+    def device_name(self) -> str:
+        """Name of the device for messages; torch's "cuda" may be an AMD GPU."""
+        return "ROCm" if self.view.device == "cuda" and is_rocm() else self.view.device
+
+    @cached_property
+    def backends(self) -> tuple[str | None, str | None]:
+        """Attention backends (prefill, decode), None where SGLang has not chosen one yet."""
+        from sglang.srt.arg_groups.overrides import attention_backends_of
+
+        return attention_backends_of(self.view)
+
+    @cached_property
+    def has_own_draft(self) -> bool:
+        """Whether the draft model is another checkpoint than the target's."""
+        draft, target = self.view.speculative_draft_model_path, self.view.model_path
+        if draft is None or draft == target:
+            return False
+        # Two spellings of one folder are one checkpoint.
+        return not (Path(draft).is_dir() and Path(draft).resolve() == Path(target).resolve())
+
+    # ---------------------------------------------------------------- ranks and the host tier
+
+    @cached_property
+    def same_rows_ranks(self) -> int:
+        """Ranks that hold the rows of the same requests: those of attention's tensor parallelism."""
+        return self.view.tp_size // (self.view.attn_dp_size * self.view.attn_cp_size)
+
+    @cached_property
+    def disaggregates(self) -> bool:
+        """Whether prefill and decode are servers of their own."""
+        return disaggregates(self.view.disaggregation_mode)
+
+    @cached_property
+    def has_host_tier(self) -> bool:
+        """Whether the server will build a host tier."""
+        # SGLang reads the offload argument on decode servers only.
+        view = self.view
+        offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
+        return bool(view.enable_hierarchical_cache or offloads)
+
+    @property
+    def has_no_tier(self) -> bool:
+        """Whether the server will build no host tier."""
+        return not self.has_host_tier
+
+    @cached_property
+    def host_layout(self) -> MLAKVCacheLayout:
+        """Layout of the rows in the host tier."""
+        return self.config.host_tier.host_layout(self.layout)
+
+    @cached_property
+    def has_our_tier(self) -> bool:
+        """Whether the host tier of the rows will be ours, and not SGLang's own."""
+        serves = self.config.host_tier.serves(self.layout, self.arrangement, self.view.device)
+        return self.has_host_tier and serves
+
+
+def disaggregates(mode: str | None) -> bool:
+    """Whether a value of --disaggregation-mode splits prefill and decode."""
+    return mode not in (None, "null")
+
+
+def is_rocm() -> bool:
+    """Whether torch's "cuda" device is an AMD GPU."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+#: A rule: it raises Refusal, or returns fields to declare to SGLang.
+Rule = Callable[[Server], dict[str, Any] | None]
