@@ -1,15 +1,78 @@
 """The exception for configurations that are refused, how a command line prints it, and a check of numbers."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way out of a refusal: flags of a command line to leave out, and words (--flag=value) to add.
+
+    `text` is its clause of the message; of ways with one text each works.
+    """
+
+    text: str
+    without: tuple[str, ...] = ()
+    add: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> set[str]:
+        """Flags that it changes."""
+        return {*self.without, *flags_of(self.add)}
+
+    def applied_to(self, words: Sequence[str]) -> list[str]:
+        """A command line that goes this way; the words that it adds replace those with the same flags."""
+        kept, dropping = [], False
+        for word in words:
+            if word.startswith("--"):
+                dropping = word.partition("=")[0] in self.flags
+            kept += [] if dropping else [word]
+        return [*kept, *self.add]
+
+
 class Refusal(ValueError):
-    """Refuses a configuration at start; the text names the value, the reason and what to use instead."""
+    """Refuses a configuration at start; the text names the value, the reason and what to use instead.
+
+    `problem` and the clauses of `ways`, joined by "or", are the two halves of the text. A way that is no
+    change of a command line is only a clause.
+    """
 
     #: Whether one line on stderr replaces the traceback if the exception is not caught.
     without_traceback = False
+
+    def __init__(self, problem: str, *ways: Way | str) -> None:
+        clauses = dict.fromkeys(way if isinstance(way, str) else way.text for way in ways)
+        super().__init__("; ".join([problem, ", or ".join(clauses)] if ways else [problem]))
+        self.problem, self.ways = problem, ways
+
+
+def flags_of(words: Iterable[str]) -> set[str]:
+    """Flags of a command line."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def leave_out(*flags: str, text: str = "leave it out") -> Way:
+    """The way without some flags."""
+    return Way(text, without=flags)
+
+
+def leave_out_one(*flags: str, text: str = "leave out one of the two") -> tuple[Way, ...]:
+    """The ways without one of some flags."""
+    return tuple(Way(text, without=(flag,)) for flag in flags)
+
+
+def use_words(*words: str, without: tuple[str, ...] = (), then: str = "") -> Way:
+    """The way with other words; `then` ends its clause."""
+    leave = f" and leave out {', '.join(without)}" if without else ""
+    return Way(f"use {' '.join(words).replace('=', ' ')}{leave}{then}", without, words)
+
+
+def use_values(flag: str, values: Iterable[str]) -> tuple[Way, ...]:
+    """The ways with another value of a flag."""
+    values = tuple(values)
+    return tuple(Way(use(values), add=(f"{flag}={value}",)) for value in values)
 
 
 def line(text: object) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from sgl_kvpool.attention.readers import SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.refusal import Refusal, whole_number
+from sgl_kvpool.refusal import Refusal, Way, use_words, whole_number
 
 
 class TopkTransform(Enum):
@@ -33,17 +33,11 @@ class TopkTransform(Enum):
 
 
 class UnsupportedCombination(Refusal):
-    """No top-k transform works: some kernel would read rows of this layout in the wrong format.
-
-    `problem` and `remedy` are the two halves of the message, and `instead` implementations (prefill, decode)
-    that work instead; None if the message names something else.
-    """
-
-    def __init__(self, problem: str, remedy: str, instead: tuple[str, str] | None = None) -> None:
-        super().__init__(f"{problem}; {remedy}")
-        self.problem, self.remedy, self.instead = problem, remedy, instead
+    """No top-k transform works: some kernel would read rows of this layout in the wrong format."""
 
 
+#: SGLang's arguments of the two implementations.
+FLAGS = ("--dsa-prefill-backend", "--dsa-decode-backend")
 #: Name of our decode in this table. In SGLang's arguments it is called `SPARSE_BF16`, after the decode that
 #: it replaces.
 KVPOOL_DECODE = "kvpool_mla"
@@ -163,9 +157,7 @@ def _select(
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
     problem = _problem(layout, prefill, decode)
     if problem is not None:
-        raise UnsupportedCombination(
-            problem, nearest_pair(layout, prefill, decode), _nearest(layout, prefill, decode)
-        )
+        raise UnsupportedCombination(problem, nearest_pair(layout, prefill, decode))
     if mode not in EXTEND_MODES or not _reads_gathered(prefill, layout):
         return TopkTransform.PAGED
     _check_ragged_modes(layout, prefill, decode, (mode,))
@@ -216,8 +208,8 @@ def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, mod
             raise UnsupportedCombination(
                 f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
                 f"{mode}",
-                f"leave out the option that makes such batches ({_MAKERS[mode]}), or "
-                f"{nearest_pair(layout, prefill, decode)}",
+                Way(f"leave out the option that makes such batches ({_MAKERS[mode]})", (_MAKERS[mode],)),
+                nearest_pair(layout, prefill, decode),
             )
 
 
@@ -253,12 +245,12 @@ _KPOOL_FP8 = ("tilelang", "tilelang")
 
 def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCombination:
     """The error for a model with pooled index keys."""
-    fp8, flags = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, ("--dsa-prefill-backend", "--dsa-decode-backend")
-    pair = " ".join(map(" ".join, zip(flags, _KPOOL_FP8, strict=True)))
-    remedy = f"use --kv-cache-layout {fp8} {pair}"
+    fp8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+    words = (f"--kv-cache-layout={fp8}", *_words(*_KPOOL_FP8))
+    ways = [Way(use_words(*words).text, add=words[1:] if layout is fp8 else words)]
     for other in (MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16):
-        remedy += f", or use --kv-cache-layout {other} and leave out {', '.join(flags)}"
-    return UnsupportedCombination(problem, remedy, _KPOOL_FP8 if layout is fp8 else None)
+        ways.append(use_words(f"--kv-cache-layout={other}", without=FLAGS))
+    return UnsupportedCombination(problem, *ways)
 
 
 def _is_kpool_pair_of_ours(layout: MLAKVCacheLayout, prefill: str, decode: str) -> bool:
@@ -296,21 +288,18 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
         raise _kpool_unsupported(layout, problem)
 
 
-def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
-    """Text that proposes the working pair nearest to the requested pair, by names that a user can pass."""
+def _words(prefill: str, decode: str) -> tuple[str, ...]:
+    return tuple(f"{flag}={name}" for flag, name in zip(FLAGS, (prefill, decode), strict=True))
+
+
+def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> Way:
+    """The working pair nearest to the requested pair, by names that a user can pass."""
     if not sglang_dsa_reads(layout):
-        return (
-            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, the default of "
-            f"this layout: {SPARSE_BF16} over decoded rows and, for decode, {KVPOOL_DECODE}"
+        return use_words(
+            *_words(SPARSE_BF16, SPARSE_BF16),
+            then=f", the default of this layout: {SPARSE_BF16} over decoded rows and, for decode, "
+            f"{KVPOOL_DECODE}",
         )
-    best = _nearest(layout, prefill, decode)
-    return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"
-
-
-def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
-    """The nearest working pair, by the names that SGLang accepts."""
-    if not sglang_dsa_reads(layout):
-        return SPARSE_BF16, SPARSE_BF16
     pairs = [
         pair
         for pair in working_pairs(layout)
@@ -321,4 +310,4 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, 
         and pair.count("flashinfer_sparse_mla") != 1
         and not SGLANG_READERS[layout].dsa_copied.intersection(pair)
     ]
-    return max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))
+    return use_words(*_words(*max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way, leave_out, use_words
 from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.rules import attention, dsa
 from sgl_kvpool.sglang_plugin.server import Server
@@ -106,7 +106,9 @@ class PoolRequest(Server):
             raise Refusal(
                 f"{self.model_name}, the draft model, {'has' if self.is_dsa else 'has no'} sparse attention "
                 f"(DSA) and its target {'has' if target.is_dsa else 'does not'}: their pools are declared to "
-                "SGLang differently; leave out --kv-cache-layout, or use a draft of the target's kind"
+                "SGLang differently",
+                leave_out("--kv-cache-layout", text="leave out --kv-cache-layout"),
+                "use a draft of the target's kind",
             )
         check = dsa.check_draft_backend if self.is_dsa else attention.check_draft_reader
         check(self, get_spec().speculative_draft_attention_backend)
@@ -124,11 +126,15 @@ def checked_k_scales(
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
     stock = sorted({name for name in readers if name != KVPOOL_BACKEND})
     if scaled and stock:
-        ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
+        bf16 = f"--kv-cache-layout={MLAKVCacheLayout.BF16}"
+        ways = [use_words(bf16)]
+        if DSA_BACKEND not in stock:
+            backend = f"--attention-backend={KVPOOL_BACKEND}"
+            ways = [use_words(backend), Way(bf16.replace("=", " "), add=(bf16,))]
         raise Refusal(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
-            f"{', '.join(stock)} does not multiply rows by it in both prefill and decode; use "
-            f"{ours}--kv-cache-layout bf16"
+            f"{', '.join(stock)} does not multiply rows by it in both prefill and decode",
+            *ways,
         )
     return k_scales
 

@@ -14,8 +14,8 @@ import torch
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.codec.compiled import row_layout
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
-from sgl_kvpool.refusal import use
-from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
+from sgl_kvpool.refusal import Refusal, use_values
+from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, SAME
 
 #: Conversions load and store this many bytes at once, so rows have to begin at multiples of it. Rows of a
 #: dense pool are padded to it. Rows of a DSA pool are not; those of 264 bytes, for instance, cannot be
@@ -33,19 +33,20 @@ def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
     return tuple(sorted(found, key=lambda layout: -_bytes(layout, device)))
 
 
-def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None:
-    """Reason why rows of the device cannot be stored in a layout of the host; None if they can."""
+def check_host_layout(device: RowFormat, host: MLAKVCacheLayout) -> None:
+    """Refuse a --kv-host-layout in which rows of the device cannot be stored."""
     able = narrower_layouts(device)
     if host is device.layout or host in able:
-        return None
+        return
     if _bytes(host, device) < device.row_bytes and _odd_sizes(host, device):
         reason = f"conversions need rows whose size is a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes"
     else:
         tokens = "as many" if _bytes(host, device) == device.row_bytes else "fewer"
         reason = f"the host tier would hold {tokens} tokens, at no higher accuracy"
-    return (
-        f"its rows have {_bytes(host, device)} bytes, those of layout {device.layout} on the device "
-        f"{device.row_bytes}: {reason}; {use(['same', *map(str, able)])}"
+    raise Refusal(
+        f"--kv-host-layout {host} does not work: its rows have {_bytes(host, device)} bytes, those of "
+        f"layout {device.layout} on the device {device.row_bytes}: {reason}",
+        *use_values("--kv-host-layout", (SAME, *map(str, able))),
     )
 
 

@@ -1,11 +1,9 @@
 """What refusals say, and that the ways out that they name work."""
 
-import re
-
 import pytest
-from refused import EAGLE, TIER, cases, pair
+from refused import EAGLE, cases, pair
 
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way
 from sgl_kvpool.sglang_plugin.rules.features import (
     ARRANGEMENT_FEATURES,
     DCP_FEATURES,
@@ -22,53 +20,6 @@ MESSAGE_ONLY = [
 ]
 
 
-def without(argv, flags):
-    """Arguments without these flags and their values."""
-    kept, dropping = [], False
-    for word in argv:
-        if word.startswith("--"):
-            dropping = word in flags
-        kept += [] if dropping else [word]
-    return kept
-
-
-def ways_out(text, argv):
-    """The argument lists that the last clause of a message proposes."""
-    problem, _, advice = text.rpartition("; ")
-    named = re.findall(r"--[\w-]+", problem)
-    first = named[0] if named else None
-    found = []
-    for part in re.split(r", or |(?<=\w), and (?=leave)", advice):
-        flags = re.findall(r"--[\w-]+", part)
-        if re.match("(leave it out|leave them out)", part):
-            together = problem.partition(" cannot ")[0].partition(" would ")[0]
-            found.append(without(argv, re.findall(r"--[\w-]+", together) if "them" in part else [first]))
-        elif part.startswith("leave out one of"):
-            found += [without(argv, [flag]) for flag in {first, named[-1]}]
-        elif part.startswith("leave out"):
-            found.append(without(argv, [*flags, *(["--enable-mixed-chunk"] if "option" in part else [])]))
-        elif part.startswith(("serve it without", "serve without")):
-            found.append(without(argv, ["--kv-cache-layout"]))
-        elif "use one of: " in part or re.match(r"(use|give) [a-z_]\w*$", part):
-            values = re.sub("^(use one of: |use |give )", "", part).split(", ")
-            found += [[*without(argv, [first]), first, value] for value in values]
-        elif least := re.match(r"give a whole number from (\d+) ", part):
-            found.append([*without(argv, [first]), first, least[1]])
-        elif part.startswith("use --"):
-            use, _, leave = part.partition(" and leave out ")
-            words = re.findall(r"(--[\w-]+)(?: ([a-z][\w]*|\d+)(?= |,|$))?", use)
-            left = re.findall(r"--[\w-]+", leave)
-            if part.endswith(" alone"):
-                left += ["--prefill-attention-backend", "--decode-attention-backend"]
-            changed = without(argv, [*left, *(flag for flag, _ in words)])
-            found.append([*changed, *(word for both in words for word in both if word)])
-        elif part == "add that":
-            found.append([*argv, TIER])
-        else:
-            found.append(part)  # makes the test fail with the clause
-    return found
-
-
 @pytest.mark.parametrize(
     ("model", "device", "layout", "argv", "text"), CASES, ids=[" ".join([*c[:3], *c[3]]) for c in CASES]
 )
@@ -77,12 +28,13 @@ def test_refusals_and_their_ways_out(resolve, checkpoints, model, device, layout
     start = ["--kv-cache-layout", layout, *argv]
     with pytest.raises(Refusal, match=f"^{text}") as refused:
         resolve(checkpoints[model], *start, device=device)
-    ways = ways_out(str(refused.value), start)
-    assert ways, refused.value
-    for way in ways:
-        assert isinstance(way, list), way
-        assert way != start
-        resolve(checkpoints[model], *way, device=device)
+    assert refused.value.ways, refused.value
+    for way in refused.value.ways:
+        assert isinstance(way, Way), way
+        assert all(part in str(refused.value) for word in way.add for part in word.split("=")), way
+        changed = way.applied_to(start)
+        assert changed != start
+        resolve(checkpoints[model], *changed, device=device)
 
 
 @pytest.mark.parametrize("flag", MESSAGE_ONLY)

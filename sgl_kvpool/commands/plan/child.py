@@ -18,6 +18,7 @@ from typing import Any
 
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, HOPPER
 from sgl_kvpool.commands.waiting import Answers
+from sgl_kvpool.refusal import Way, flags_of
 
 #: Modules with the rules; all must be imported before the GPU is described.
 _MODULES = (
@@ -129,16 +130,9 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     except TooHeavy as error:
         return {"refused": str(error), "too_heavy": error.ranks}
     except UnsupportedCombination as error:
-        if error.instead is None:
-            return {"refused": str(error)}
-        named = tuple(
-            f"--dsa-{phase}-backend={name}"
-            for phase, name in zip(("prefill", "decode"), error.instead, strict=True)
-        )
-        flags = {word.partition("=")[0] for word in named}
-        if flags & {word.partition("=")[0] for word in arguments}:
-            return {"refused": str(error)}  # the user named a backend
-        return {"refused": str(error), "instead": named}
+        # Ways that change nothing that the user wrote.
+        ways = [w for w in error.ways if isinstance(w, Way) and not w.flags & flags_of(arguments)]
+        return {"refused": str(error)} | ({"instead": ways[0].add} if ways else {})
     except (OSError, IncompleteConfig) as error:
         # A missing model, no network or a config without sizes: the reason does not depend on the layout.
         traceback.print_exc()

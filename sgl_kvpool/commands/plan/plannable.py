@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.sglang_plugin.models import model_name
-from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS, refuse_bad
+from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
 from sgl_kvpool.sglang_plugin.rules.dcp import check_ranks
 from sgl_kvpool.sglang_plugin.server import Server
 
@@ -79,7 +79,7 @@ def check_plannable(server: Server) -> None:
         kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
         raise ValueError(f"{model_name(model_config)} has {kind}: sgl-kvpool has no layout for its cache")
     for number in NUMBERS:  # the user's, which SGLang does not check
-        refuse_bad(number, server_args)
+        number.check(server_args)
     layers = model_config.num_hidden_layers
     if view.pp_size > layers:
         raise ValueError(f"--pp-size {view.pp_size} is more than the {layers} layers; give {layers} at most")

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way, use_words
 from sgl_kvpool.sglang_plugin.options import LAYOUT, config_of
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
@@ -118,8 +118,9 @@ def rows_name(pools: list[Any], has_draft: bool = False) -> str:
         raise Refusal(
             f"--disaggregation-mode with --pp-size {get_parallel().pp_size} does not work with {LAYOUT.flag} "
             f"{pools[0].kv_cache_layout} and a checkpoint whose k_scale is not 1: every stage has scales of "
-            "its own, and SGLang compares those of one stage; use --pp-size 1, or "
-            f"{LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+            "its own, and SGLang compares those of one stage",
+            use_words("--pp-size=1"),
+            Way(f"{LAYOUT.flag} {MLAKVCacheLayout.BF16}", add=(f"{LAYOUT.flag}={MLAKVCacheLayout.BF16}",)),
         )
     return f"{name}-k{scales}"
 

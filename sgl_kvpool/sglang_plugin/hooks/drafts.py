@@ -12,6 +12,7 @@ from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
 
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+_WITHOUT_MLA = "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
 fields("speculative_draft_kv_cache_dtype")
 
 
@@ -114,8 +115,8 @@ def _check_backend(draft: OwnDraft) -> None:
     if get_spec().speculative_draft_attention_backend is None:
         raise Refusal(
             f"{model_name(draft.config)}, the draft model, does not use multi-head latent attention (MLA), "
-            "and SGLang would use its target's sparse attention (DSA) for it; name a backend with "
-            "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
+            "and SGLang would use its target's sparse attention (DSA) for it",
+            f"name a backend with {_WITHOUT_MLA}",
         )
 
 
@@ -129,8 +130,8 @@ def require_mla(runner: Any) -> None:
     if runner.is_draft_worker and not runner.use_mla_backend:
         raise Refusal(
             f"{model_name(runner.model_config)}, the draft model, does not use multi-head latent attention "
-            f"(MLA), and attention backend {KVPOOL_BACKEND} reads MLA pools; name one for the draft with "
-            "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
+            f"(MLA), and attention backend {KVPOOL_BACKEND} reads MLA pools",
+            f"name one for the draft with {_WITHOUT_MLA}",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
 from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of
@@ -153,7 +153,8 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
         # tokens as the shared tier has, in the memory of each rank.
         raise Refusal(
             f"SGLang does not pack this draft with its target, and its own host pool does not work with "
-            f"{HOST_SHARING.flag} {NODE}; start the server with {HOST_SHARING.flag} {RANK}"
+            f"{HOST_SHARING.flag} {NODE}",
+            Way(f"start the server with {HOST_SHARING.flag} {RANK}", add=(f"{HOST_SHARING.flag}={RANK}",)),
         )
     if not has_our_tier(pool):
         tokens = kwargs.get("host_token_capacity")
@@ -181,8 +182,8 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
         if folders and name_bytes > _NAME_BYTES:
             raise Refusal(
                 f"--hicache-storage-backend {storage_backend} names its files after the model, and "
-                f"{model_name!r} makes names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter "
-                "--served-model-name"
+                f"{model_name!r} makes names of {name_bytes} bytes, {_NAME_BYTES} at most",
+                "give a shorter --served-model-name",
             )
     for folder in folders:
         store.make_private(folder)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, leave_out
 from sgl_kvpool.sglang_plugin import hook_groups, hook_points, options, startup
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 from sgl_kvpool.sglang_plugin.hooks import weights
@@ -56,8 +56,8 @@ def _configure_scheduler_process(original, server_args, *args, **kwargs):
         if own != given:
             raise Refusal(
                 f"this scheduler was given the hook groups {given!r}, but its arguments need {own!r}: the "
-                "arguments of another server were resolved after them; resolve and launch one server before "
-                "the other, or use sglang.Engine"
+                "arguments of another server were resolved after them",
+                *("resolve and launch one server before the other", "use sglang.Engine"),
             )
     return original(server_args, *args, **kwargs)
 
@@ -110,8 +110,8 @@ def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs
     layout = options.config_of(server_args).layout
     if layout is not None:
         raise Refusal(
-            f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
-            "use sglang.Engine, or leave out the layout"
+            f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins",
+            *("use sglang.Engine", leave_out(options.LAYOUT.flag, text="leave out the layout")),
         )
     return original(self_or_cls, server_args, *args, **kwargs)
 

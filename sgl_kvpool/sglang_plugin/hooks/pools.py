@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, leave_out
 from sgl_kvpool.sglang_plugin.hooks import disaggregation, weights
 from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, HOST_LAYOUT, LAYOUT
@@ -54,7 +54,8 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     if pool_class is not default:
         raise Refusal(
             f"this platform brings its own MLA pool ({pool_class.__name__}), which cannot store "
-            f"--kv-cache-layout {request.layout}; leave the argument out"
+            f"{LAYOUT.flag} {request.layout}",
+            leave_out(LAYOUT.flag, text="leave the argument out"),
         )
     request.check_draft()
     if request.is_hybrid:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.refusal import Refusal, shown
+from sgl_kvpool.refusal import Refusal, Way, leave_out, shown, use_words
 from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules import features
@@ -35,20 +35,20 @@ class Number:
     #: Upper limit of a number above 0, whole or not; infinity, which is not allowed itself, is no limit.
     most: float | None = None
 
-    def problem(self, value: Any) -> str | None:
-        """Why a value is not allowed; None if it is."""
+    def check(self, view: Any) -> None:
+        """Refuse a value that is not allowed; `view` has the fields of ServerArgs."""
+        value, flag = getattr(view, self.field), flag_of(self.field)
         if value is None:
-            return None
+            return
         if self.most is None:
             is_valid = _is_a(Integral, value) and self.least <= value <= _LARGEST_COUNT
             allowed = f"a whole number from {self.least} to {_LARGEST_COUNT}"
         else:
             is_valid = _is_a(Real, value) and 0 < value <= self.most and value < inf
             allowed = "a number above 0" + ("" if self.most == inf else f", at most {self.most:g}")
-        if is_valid:
-            return None
-        given = f"{flag_of(self.field)} {shown(value)}"
-        return f"{given} is not a valid {self.noun}; give {allowed}, or leave it out"
+        if not is_valid:
+            way = Way(f"give {allowed}", add=(f"{flag}={max(self.least, 1) if self.most is None else 1}",))
+            raise Refusal(f"{flag} {shown(value)} is not a valid {self.noun}", way, leave_out(flag))
 
 
 #: Numbers checked with a layout. SGLang accepts any value, and most bad ones end as "Not enough memory" when
@@ -109,9 +109,10 @@ def check_types(server: Server) -> None:
         if not kinds or value is None or _is_a(Real if float in kinds else Integral, value):
             continue
         if field.name in numbers:
-            refuse_bad(numbers[field.name], server_args)
+            numbers[field.name].check(server_args)
         kind = "a number" if float in kinds else "a whole number"
-        raise Refusal(f"{flag_of(field.name)} {shown(value)} is not {kind}; give one, or leave it out")
+        flag = flag_of(field.name)
+        raise Refusal(f"{flag} {shown(value)} is not {kind}", "give one", leave_out(flag))
 
 
 def check_dtype(server: Server) -> None:
@@ -123,43 +124,41 @@ def check_dtype(server: Server) -> None:
         f"{member}: {', '.join(member.accepted_kv_cache_dtypes)}" for member in MLAKVCacheLayout
     )
     raise Refusal(
-        f"--kv-cache-dtype {shown(kv_cache_dtype)} contradicts {options.LAYOUT.flag} {layout}; leave it out, "
-        f"or use what each layout accepts ({table})"
+        f"--kv-cache-dtype {shown(kv_cache_dtype)} contradicts {options.LAYOUT.flag} {layout}",
+        *(leave_out("--kv-cache-dtype"), f"use what each layout accepts ({table})"),
     )
 
 
 def check_numbers(server: Server) -> None:
     """Refuse numbers that are out of their limits."""
     for number in NUMBERS:
-        refuse_bad(number, server.view)
+        number.check(server.view)
 
 
 def check_tier_size(server: Server) -> None:
     """Refuse a size of the host tier that is out of its limits."""
-    refuse_bad(_TIER_SIZE if server.view.hicache_size else _TIER_RATIO, server.view)
-
-
-def refuse_bad(number: Number, server_args: Any) -> None:
-    problem = number.problem(getattr(server_args, number.field))
-    if problem is not None:
-        raise Refusal(problem)
+    (_TIER_SIZE if server.view.hicache_size else _TIER_RATIO).check(server.view)
 
 
 def check_without_layout(server: Server) -> None:
     """Refuse options and backends that need a layout."""
+    plain = f"{options.LAYOUT.flag} {MLAKVCacheLayout.BF16}"
     for option in options.OPTIONS:
         value = server.config.requests(option)
         if value != option.default:
             raise Refusal(
                 f"{option.flag} {value} (or {option.env}) applies to pools of sgl-kvpool, and a server "
-                f"without a layout uses SGLang's pools; leave it out, or add {options.LAYOUT.flag} "
-                f"{MLAKVCacheLayout.BF16}, which keeps SGLang's rows"
+                "without a layout uses SGLang's pools",
+                leave_out(option.flag),
+                Way(f"add {plain}, which keeps SGLang's rows", add=(plain.replace(" ", "="),)),
             )
+    add = options.LAYOUT.flag
+    text = f"add {add} ({', '.join(options.LAYOUT.values)})"
     for field in (*BACKEND_FIELDS, "speculative_draft_attention_backend"):
         if getattr(server.view, field) == KVPOOL_BACKEND:
             raise Refusal(
-                f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {options.LAYOUT.flag} "
-                f"({', '.join(options.LAYOUT.values)})"
+                f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool",
+                *(Way(text, add=(f"{add}={layout}",)) for layout in options.LAYOUT.values),
             )
 
 
@@ -171,7 +170,8 @@ def check_chunk(server: Server) -> None:
         whole = max(chunk // page, 1) * page * view.attn_dp_size  # SGLang has divided what was given
         raise Refusal(
             f"--chunked-prefill-size gives a rank {chunk} tokens, which are not whole pages of {page} "
-            f"(--page-size); use --chunked-prefill-size {whole}"
+            "(--page-size)",
+            use_words(f"--chunked-prefill-size={whole}"),
         )
 
 
@@ -180,6 +180,7 @@ def check_page(server: Server) -> None:
     tokens, page_size = server.view.max_total_tokens, server.view.page_size
     if tokens is not None and page_size is not None and tokens < page_size:
         raise Refusal(
-            f"--max-total-tokens {tokens} is less than a page, which has {page_size} tokens; give at least "
-            "as many, a smaller --page-size, or leave it out"
+            f"--max-total-tokens {tokens} is less than a page, which has {page_size} tokens",
+            Way("give at least as many, a smaller --page-size", add=(f"--max-total-tokens={page_size}",)),
+            leave_out("--max-total-tokens"),
         )

@@ -19,7 +19,7 @@ from sgl_kvpool.attention.readers import (
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.refusal import Refusal, use
+from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one, use_values, use_words
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import (
@@ -32,6 +32,13 @@ from sgl_kvpool.sglang_plugin.rules.features import (
 from sgl_kvpool.sglang_plugin.server import Server
 
 logger = logging.getLogger(__name__)
+
+#: The way with our backend in all phases.
+ALONE = Way(
+    f"use --attention-backend {KVPOOL_BACKEND} alone",
+    without=("--prefill-attention-backend", "--decode-attention-backend"),
+    add=(f"--attention-backend={KVPOOL_BACKEND}",),
+)
 
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
@@ -132,38 +139,46 @@ def check_draft_reader(server: Server, backend: str | None) -> None:
 
 
 def _check_reader(
-    server: Server, flag: str, backend: str | None, phase: str | None, proposed: str | None = None
+    server: Server,
+    flag: str,
+    backend: str | None,
+    phase: str | None,
+    proposed: str | None = None,
+    subject: str | None = None,
 ) -> None:
     """Refuse a backend that cannot read the rows in `phase`, or in any phase if that is None.
 
-    The error names backends that read them in phase `proposed`.
+    The error names backends that read them in phase `proposed`; it begins with `subject`, or with the flag.
     """
     layout, arrangement = server.layout, server.arrangement
     if backend is None or can_read(backend, layout, arrangement, phase):
         return
-    able = use((KVPOOL_BACKEND, *suggestions(layout, server.view.device, arrangement, proposed)))
+    able = use_values(flag, (KVPOOL_BACKEND, *suggestions(layout, server.view.device, arrangement, proposed)))
+    subject = f"{subject or flag} {backend}"
     if casts_pool(backend, layout, phase):
         raise Refusal(
-            f"{flag} {backend} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
-            f"with {LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or {able}"
+            f"{subject} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
+            f"with {LAYOUT.flag} {layout}, however few rows the batch refers to",
+            *(leave_out(flag), *able),
         )
     if can_read(backend, layout, phase=phase):
         raise Refusal(
-            f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}: "
-            f"{obstacle(arrangement)}; leave out one of the two, or {able}"
+            f"{subject} cannot read rows of {ARRANGEMENT.flag} {arrangement}: {obstacle(arrangement)}",
+            *(*leave_out_one(flag, ARRANGEMENT.flag), *able),
         )
-    raise Refusal(f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or {able}")
+    raise Refusal(f"{subject} cannot read rows of {LAYOUT.flag} {layout}", leave_out(flag), *able)
 
 
 def check_readers(server: Server) -> None:
     """Refuse backends in use that cannot read the rows, and a variable that needs ours for prefill."""
     for phase, backend in zip(PHASES, server.backends, strict=True):
-        _check_reader(server, f"the {phase} attention backend", backend, phase, phase)
+        flag, subject = f"--{phase}-attention-backend", f"the {phase} attention backend"
+        _check_reader(server, flag, backend, phase, phase, subject)
     prefill = server.backends[0]
     if env.flag(env.PREFILL_READS_ROWS) and prefill != KVPOOL_BACKEND:
         raise Refusal(
-            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {prefill}; leave "
-            f"it out, or use --prefill-attention-backend {KVPOOL_BACKEND}"
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {prefill}",
+            *("leave it out", use_words(f"--prefill-attention-backend={KVPOOL_BACKEND}")),
         )
 
 
@@ -175,12 +190,14 @@ def check_ours(server: Server) -> None:
     if server.view.enable_deterministic_inference and prefill != decode:
         raise Refusal(
             f"--enable-deterministic-inference does not work with attention backends {prefill} for prefill "
-            f"and {decode} for decode, whose results differ; use --attention-backend {KVPOOL_BACKEND} alone"
+            f"and {decode} for decode, whose results differ",
+            ALONE,
         )
     if server.device_name not in KVPOOL_DEVICES:
         raise Refusal(
             f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
-            f"{server.device_name}; leave out {LAYOUT.flag}"
+            f"{server.device_name}",
+            leave_out(LAYOUT.flag, text=f"leave out {LAYOUT.flag}"),
         )
     _check_features(BACKEND_FEATURES, server)
 
@@ -195,46 +212,54 @@ def check_draft(server: Server) -> None:
         check_draft_reader(server, server.view.speculative_draft_attention_backend)
 
 
-def check_gpu(what: str, remedy: str) -> None:
+def check_gpu(what: str, *ways: Way | str) -> None:
     """Refuse `what`, which needs our decode, on a GPU that does not run it."""
     import torch
 
     problem = gpu_problem(torch.cuda.get_device_capability())
     if problem is not None:
-        raise Refusal(f"{what} {problem}; {remedy}")
+        raise Refusal(f"{what} {problem}", *ways)
 
 
 def check_model(server: Server) -> None:
     """Refuse GPUs and models that our backend does not support on CUDA."""
     if KVPOOL_BACKEND not in server.backends or server.view.device == "cpu":
         return
-    remedy = f"serve it without {LAYOUT.flag}, or use bf16 with an --attention-backend of SGLang"
-    check_gpu(f"attention backend {KVPOOL_BACKEND}", remedy)
+    ways = (
+        leave_out(LAYOUT.flag, text=f"serve it without {LAYOUT.flag}"),
+        "use bf16 with an --attention-backend of SGLang",
+    )
+    check_gpu(f"attention backend {KVPOOL_BACKEND}", *ways)
     rank = server.model_config.kv_lora_rank
     dtype = str(server.model_config.dtype).removeprefix("torch.")
     if rank > MAX_LATENT_RANK:
         raise Refusal(
             f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
-            f"{MAX_LATENT_RANK} on CUDA; {remedy}"
+            f"{MAX_LATENT_RANK} on CUDA",
+            *ways,
         )
     if dtype not in ("bfloat16", "float16"):
         raise Refusal(
             f"--dtype {dtype} does not work with attention backend {KVPOOL_BACKEND} on CUDA, whose kernels "
-            "multiply 16-bit numbers; use --dtype bfloat16 or float16"
+            "multiply 16-bit numbers",
+            *(Way("use --dtype bfloat16 or float16", add=(f"--dtype={n}",)) for n in ("bfloat16", "float16")),
         )
 
 
 def _check_features(features: tuple[Feature, ...], server: Server) -> None:
-    remedy = f"leave it out{_or_rows_of_sglang(server)}"
-    check_features(features, server, f"attention backend {KVPOOL_BACKEND}", remedy)
+    rows = _rows_of_sglang(server)
+    check_features(
+        features, server, f"attention backend {KVPOOL_BACKEND}", lambda flag: (leave_out(flag), *rows)
+    )
 
 
-def _or_rows_of_sglang(server: Server) -> str:
-    """The end of a refusal's last clause: the layout that SGLang's own backend reads, if there is one."""
+def _rows_of_sglang(server: Server) -> tuple[Way, ...]:
+    """The way with the layout that SGLang's own backend reads, if there is one."""
     plain = MLAKVCacheLayout.BF16
     if server.layout is plain or is_chosen(plain, server.arrangement, server.view.device):
-        return ""
-    return f", or use {LAYOUT.flag} {plain} and leave out --attention-backend, and SGLang's backend reads it"
+        return ()
+    layout, then = f"{LAYOUT.flag}={plain}", ", and SGLang's backend reads it"
+    return (use_words(layout, without=("--attention-backend",), then=then),)
 
 
 def check_speculation(server: Server) -> None:
@@ -248,26 +273,31 @@ def check_speculation(server: Server) -> None:
         if draft == KVPOOL_BACKEND:
             raise Refusal(
                 f"--speculative-draft-attention-backend {draft} is not used beside the attention backend "
-                f"{in_use[1]} of the target; leave it out, or use --attention-backend {KVPOOL_BACKEND} alone"
+                f"{in_use[1]} of the target",
+                *(leave_out("--speculative-draft-attention-backend"), ALONE),
             )
         return
     flag = f"--speculative-algorithm {algorithm}"
     if view.device == "cpu":
         raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND} on a CPU, where it computes "
-            "neither the steps of a draft nor their verification; leave it out, or serve on a GPU"
+            "neither the steps of a draft nor their verification",
+            *(leave_out("--speculative-algorithm"), "serve on a GPU"),
         )
     name = {"NEXTN": "EAGLE"}.get(algorithm.upper(), algorithm.upper())  # as SGLang resolves it later
     if name not in (*SPECULATIVE_ALGORITHMS, _DSPARK):
         reason = UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
         raise Refusal(
-            f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
-            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}{_or_rows_of_sglang(server)}"
+            f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}",
+            leave_out("--speculative-algorithm"),
+            *use_values("--speculative-algorithm", (*SPECULATIVE_ALGORITHMS, "NEXTN")),
+            *_rows_of_sglang(server),
         )
     if not all(ours):
         raise Refusal(
             f"{flag} needs the same attention backend for prefill, decode and draft, but prefill uses "
-            f"{in_use[0]} and decode uses {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
+            f"{in_use[0]} and decode uses {in_use[1]}",
+            ALONE,
         )
     if name == _DSPARK:
         _check_dspark(flag, server)
@@ -275,8 +305,8 @@ def check_speculation(server: Server) -> None:
     if topk not in (None, 1):
         raise Refusal(
             f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
-            "verifies chains, and trees need a mask per query in its kernels; use --speculative-eagle-topk 1"
-            f"{_or_rows_of_sglang(server)}"
+            "verifies chains, and trees need a mask per query in its kernels",
+            *(use_words("--speculative-eagle-topk=1"), *_rows_of_sglang(server)),
         )
     _check_features(DRAFT_FEATURES, server)
 
@@ -288,15 +318,18 @@ def _check_dspark(flag: str, server: Server) -> None:
     if mode is not RaggedVerifyMode.STATIC:
         raise Refusal(
             f"SGLANG_RAGGED_VERIFY_MODE={mode.value} does not work with attention backend {KVPOOL_BACKEND}, "
-            "which verifies as many drafts for each request; leave it out, or use static"
+            "which verifies as many drafts for each request",
+            *("leave it out", "use static"),
         )
     if server.view.enable_two_batch_overlap:
         raise Refusal(
-            f"{flag} does not work with --enable-two-batch-overlap: SGLang does not split its verification; "
-            "leave out one of them"
+            f"{flag} does not work with --enable-two-batch-overlap: SGLang does not split its verification",
+            *leave_out_one(
+                "--speculative-algorithm", "--enable-two-batch-overlap", text="leave out one of them"
+            ),
         )
     if server.has_host_tier:
         raise Refusal(
-            f"{flag} does not work with a host tier of {LAYOUT.flag}: its drafts there have not been tested; "
-            "leave out --enable-hierarchical-cache"
+            f"{flag} does not work with a host tier of {LAYOUT.flag}: its drafts there have not been tested",
+            leave_out("--enable-hierarchical-cache", text="leave out --enable-hierarchical-cache"),
         )

@@ -2,9 +2,10 @@
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields
+from sgl_kvpool.sglang_plugin.rules.attention import ALONE
 from sgl_kvpool.sglang_plugin.rules.features import DCP_FEATURES, first_in_use
 from sgl_kvpool.sglang_plugin.server import Server
 
@@ -22,7 +23,8 @@ def check_ranks(server: Server) -> None:
         ("--dcp-size", view.dcp_size, server.same_rows_ranks, "attention ranks"),
     ):
         if count < 1 or ranks % count:
-            raise Refusal(f"{flag} {count} does not divide {ranks} {what}; give a divisor of {ranks}")
+            way = Way(f"give a divisor of {ranks}", add=(f"{flag}=1",))
+            raise Refusal(f"{flag} {count} does not divide {ranks} {what}", way)
 
 
 def check(server: Server) -> None:
@@ -31,9 +33,10 @@ def check(server: Server) -> None:
     view, name = server.view, server.model_name
     if view.dcp_size == 1:
         return
+    out = leave_out("--dcp-size")
     ours = f"--dcp-size {view.dcp_size} does not work with {LAYOUT.flag} {server.layout}"
     if view.device == "cpu":
-        raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs; leave it out")
+        raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs", out)
     for unfit, reason in (
         (
             server.is_dsa,
@@ -51,15 +54,17 @@ def check(server: Server) -> None:
         ),
     ):
         if unfit:
-            raise Refusal(f"{ours} and {name}: {reason}; leave it out")
+            raise Refusal(f"{ours} and {name}: {reason}", out)
     found = first_in_use(DCP_FEATURES, server)
     if found is not None:
         feature, text = found
-        raise Refusal(f"{ours} and {text}: {feature.reason}; leave out one of them")
+        ways = leave_out_one("--dcp-size", feature.flag, text="leave out one of them")
+        raise Refusal(f"{ours} and {text}: {feature.reason}", *ways)
     if env.flag(env.PREFILL_READS_ROWS):
         raise Refusal(
             f"{ours} and {env.PREFILL_READS_ROWS}=1: the rows of a prefill's new tokens are stored on "
-            "several ranks; leave out one of them"
+            "several ranks",
+            leave_out("--dcp-size", text="leave out one of them"),
         )
 
 
@@ -69,6 +74,6 @@ def check_backends(server: Server) -> None:
     if server.view.dcp_size > 1 and others:
         raise Refusal(
             f"--dcp-size {server.view.dcp_size} with {LAYOUT.flag} {server.layout} needs attention backend "
-            f"{KVPOOL_BACKEND} in all phases, and {others[0]} has not been tested over these pools; use "
-            f"--attention-backend {KVPOOL_BACKEND} alone"
+            f"{KVPOOL_BACKEND} in all phases, and {others[0]} has not been tested over these pools",
+            ALONE,
         )

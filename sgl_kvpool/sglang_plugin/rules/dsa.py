@@ -23,7 +23,7 @@ from sgl_kvpool.attention.topk_transform import (
 )
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way, leave_out, use_words
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.rules.attention import check_gpu
@@ -32,6 +32,7 @@ from sgl_kvpool.sglang_plugin.server import Server, is_rocm
 
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")
+_THEN = f", and SGLang uses {DSA_BACKEND}"
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 
 uses("sglang.srt.configs.model_config.get_dsa_index_kpool", "model rules", takes=("config",))
@@ -44,16 +45,18 @@ def check_server(server: Server) -> None:
     if server.device_name != "cuda":
         raise Refusal(
             f"{LAYOUT.flag} {server.layout} serves models with sparse attention, such as {name}, on NVIDIA "
-            f"GPUs only, and the device is {server.device_name}; serve it without {LAYOUT.flag}"
+            f"GPUs only, and the device is {server.device_name}",
+            leave_out(LAYOUT.flag, text=f"serve it without {LAYOUT.flag}"),
         )
     if server.arrangement is not KVArrangement.LAYER_MAJOR:
         raise Refusal(
             f"{ARRANGEMENT.flag} {server.arrangement} does not work with {name}: the kernels of sparse "
-            "attention need the rows of a layer to be adjacent; leave it out"
+            "attention need the rows of a layer to be adjacent",
+            leave_out(ARRANGEMENT.flag),
         )
     wrong = _given(BACKEND_FIELDS, server.server_args, lambda value: value not in _NAMES)
     if wrong:
-        raise _not_sparse(" and ".join(wrong), name, _leave_out(wrong))
+        raise _not_sparse(" and ".join(wrong), name, _leave_out(wrong, _THEN))
     if not server.has_own_draft:
         check_draft_backend(server, server.server_args.speculative_draft_attention_backend)
 
@@ -68,8 +71,11 @@ def declare_implementations(server: Server) -> dict[str, str] | None:
     if wrong:
         raise UnsupportedCombination(
             f"{' and '.join(wrong)} cannot read rows of {LAYOUT.flag} {layout}",
-            f"{_leave_out(wrong)}, and prefill uses {SPARSE_BF16} over decoded rows, and decode uses "
-            f"{KVPOOL_DECODE}, under SGLang's name {SPARSE_BF16}",
+            _leave_out(
+                wrong,
+                f", and prefill uses {SPARSE_BF16} over decoded rows, and decode uses {KVPOOL_DECODE}, under "
+                f"SGLang's name {SPARSE_BF16}",
+            ),
         )
     # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
     return dict.fromkeys(_IMPLEMENTATION_FIELDS, SPARSE_BF16)
@@ -83,8 +89,9 @@ def _given(fields: tuple[str, ...], view: Any, is_wrong: Callable[[str], bool]) 
     ]
 
 
-def _leave_out(arguments: list[str]) -> str:
-    return "leave it out" if len(arguments) == 1 else "leave them out"
+def _leave_out(arguments: list[str], then: str = "") -> Way:
+    them = "it" if len(arguments) == 1 else "them"
+    return leave_out(*(argument.split()[0] for argument in arguments), text=f"leave {them} out{then}")
 
 
 def check_draft_backend(server: Server, backend: str | None) -> None:
@@ -94,14 +101,12 @@ def check_draft_backend(server: Server, backend: str | None) -> None:
     """
     if backend not in (None, *_NAMES):
         what = f"--speculative-draft-attention-backend {backend}"
-        raise _not_sparse(what, server.model_name, "leave it out")
+        raise _not_sparse(what, server.model_name, _leave_out([what], _THEN))
 
 
-def _not_sparse(what: str, name: str, remedy: str) -> Refusal:
+def _not_sparse(what: str, name: str, way: Way) -> Refusal:
     """The error for an attention backend that model `name` cannot use."""
-    return Refusal(
-        f"{what} cannot compute the sparse attention (DSA) of {name}; {remedy}, and SGLang uses {DSA_BACKEND}"
-    )
+    return Refusal(f"{what} cannot compute the sparse attention (DSA) of {name}", way)
 
 
 def _check_reader(server: Server) -> None:
@@ -110,25 +115,29 @@ def _check_reader(server: Server) -> None:
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
     layout, model_config, name = server.layout, server.model_config, server.model_name
+    plain = use_words(f"{LAYOUT.flag}={MLAKVCacheLayout.BF16}")
     rank, row_bytes = model_config.kv_lora_rank, server.row_format.row_bytes
     if rank > MAX_LATENT_RANK or row_bytes % POOL_ALIGN_BYTES:
         raise Refusal(
             f"{name} has kv_lora_rank={rank}, whose rows of {LAYOUT.flag} {layout} have {row_bytes} bytes; "
             f"{KVPOOL_DECODE} supports up to kv_lora_rank {MAX_LATENT_RANK}, and rows of multiples of "
-            f"{POOL_ALIGN_BYTES} bytes; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+            f"{POOL_ALIGN_BYTES} bytes",
+            plain,
         )
     if model_config.dtype != torch.bfloat16:
         raise Refusal(
             f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
-            f"{layout} and sparse attention, whose kernels multiply bfloat16; use --dtype bfloat16"
+            f"{layout} and sparse attention, whose kernels multiply bfloat16",
+            use_words("--dtype=bfloat16"),
         )
-    check_gpu(f"{LAYOUT.flag} {layout}", f"use {LAYOUT.flag} {MLAKVCacheLayout.BF16}")
+    check_gpu(f"{LAYOUT.flag} {layout}", plain)
     # SGLang reads `hf_config` when it resolves arguments and `hf_text_config` when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
         raise Refusal(
             f"{name} has learnable attention sinks, which are not computed over rows of {LAYOUT.flag} "
-            f"{layout}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+            f"{layout}",
+            plain,
         )
     index_kpool = get_dsa_index_kpool(model_config.hf_config)
     check_pair(layout, SPARSE_BF16, SPARSE_BF16, index_kpool=index_kpool)
@@ -138,13 +147,15 @@ def check_backends(server: Server) -> None:
     """Refuse backends without sparse attention, and a variable of another backend."""
     if env.flag(env.PREFILL_READS_ROWS):
         raise Refusal(
-            f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}",
+            "leave it out",
         )
     for phase, backend in zip(PHASES, server.backends, strict=True):
         if backend not in _NAMES:
             # If the user names the backend of one phase, SGLang sets the other.
-            remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
-            raise _not_sparse(f"the {phase} attention backend, {backend},", server.model_name, remedy)
+            flags = tuple(map(flag_of, BACKEND_FIELDS))
+            way = leave_out(*flags, text=f"leave out {', '.join(flags)}{_THEN}")
+            raise _not_sparse(f"the {phase} attention backend, {backend},", server.model_name, way)
 
 
 def check_implementations(server: Server) -> None:
@@ -156,27 +167,30 @@ def check_implementations(server: Server) -> None:
         other = _other_layout(server)
         if other is None:
             raise
-        remedy = f"use {LAYOUT.flag} {other}, or {error.remedy}"
-        raise UnsupportedCombination(error.problem, remedy, error.instead) from None
+        raise UnsupportedCombination(
+            error.problem, use_words(f"{LAYOUT.flag}={other}"), *error.ways
+        ) from None
     if view.enable_prefill_cp and view.cp_strategy == "zigzag":
         raise Refusal(
             "--cp-strategy zigzag does not work with sparse attention, whose keys SGLang gathers from "
-            "interleaved ranks only; use --cp-strategy interleave"
+            "interleaved ranks only",
+            use_words("--cp-strategy=interleave"),
         )
     if not sglang_dsa_reads(layout):
-        remedy = (
-            f"use {LAYOUT.flag} {_default_narrow_layout()}, whose rows SGLang's kernels read, or leave it out"
+        narrow = use_words(
+            f"{LAYOUT.flag}={_default_narrow_layout()}", then=", whose rows SGLang's kernels read"
         )
-        check_features(READER_FEATURES, server, f"{LAYOUT.flag} {layout}", remedy)
+        ours = f"{LAYOUT.flag} {layout}"
+        check_features(READER_FEATURES, server, ours, lambda flag: (narrow, leave_out(flag)))
     copied = SGLANG_READERS[layout].dsa_copied
     wrong = _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied)
     if wrong:
         other = _other_layout(server)
         raise Refusal(
             f"{' and '.join(wrong)} would quantise the whole pool of a layer in every call with "
-            f"{LAYOUT.flag} {layout}, however few rows the batch refers to; "
-            + ("" if other is None else f"use {LAYOUT.flag} {other}, or ")
-            + _leave_out(wrong)
+            f"{LAYOUT.flag} {layout}, however few rows the batch refers to",
+            *(() if other is None else (use_words(f"{LAYOUT.flag}={other}"),)),
+            _leave_out(wrong),
         )
 
 
@@ -205,8 +219,8 @@ def check_stock(server: Server) -> None:
     view = server.view
     if view.use_ray:
         raise Refusal(
-            f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "
-            "out one of the two"
+            f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins",
+            leave_out("--use-ray", text="leave out one of the two"),
         )
     layout = stock_layout(view)
     if layout is not None and view.device == "cuda" and not is_rocm() and not view.enable_hisparse:

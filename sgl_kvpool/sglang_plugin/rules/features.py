@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way, leave_out_one
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.server import Server, disaggregates
@@ -53,20 +54,25 @@ def first_in_use(features: Iterable[Feature], server: Server) -> tuple[Feature, 
     return None
 
 
-def check_features(features: Iterable[Feature], server: Server, ours: str, remedy: str) -> None:
-    """Refuse a feature that a server uses and that does not work with `ours`."""
+def check_features(
+    features: Iterable[Feature], server: Server, ours: str, ways_of: Callable[[str], Iterable[Way]]
+) -> None:
+    """Refuse a feature that a server uses and that does not work with `ours`; its flag has the ways out."""
     found = first_in_use(features, server)
     if found is not None:
         feature, text = found
-        raise Refusal(f"{text} does not work with {ours}: {feature.reason}; {remedy}")
+        ways = ways_of(feature.flag.split()[0])
+        raise Refusal(f"{text} does not work with {ours}: {feature.reason}", *ways)
 
 
 def check(server: Server) -> None:
     """Refuse arguments that do not work with layout and arrangement."""
-    remedy = "leave out one of the two"
-    check_features(LAYOUT_FEATURES, server, f"{LAYOUT.flag} {server.layout}", remedy)
-    if not server.arrangement.has_contiguous_layers:
-        check_features(ARRANGEMENT_FEATURES, server, f"{ARRANGEMENT.flag} {server.arrangement}", remedy)
+    for features, option, value in (
+        (LAYOUT_FEATURES, LAYOUT, server.layout),
+        (ARRANGEMENT_FEATURES, ARRANGEMENT, server.arrangement),
+    ):
+        if option is LAYOUT or not server.arrangement.has_contiguous_layers:
+            check_features(features, server, f"{option.flag} {value}", partial(leave_out_one, option.flag))
 
 
 def above_one(field: str, reason: str) -> Feature:

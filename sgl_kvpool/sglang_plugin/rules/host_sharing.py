@@ -3,7 +3,7 @@
 import logging
 from dataclasses import replace
 
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, Way, leave_out
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING, record
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import above_one, first_in_use, one_value
@@ -33,8 +33,8 @@ def _store_owns_the_tier(server: Server) -> bool:
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
     except Exception as error:  # of the parsers of JSON, TOML and YAML; the value may contain keys
         raise Refusal(
-            f"--hicache-storage-backend-extra-config cannot be read ({type(error).__name__}: {error}); give "
-            "a JSON object, or @ and the path of a JSON, TOML or YAML file"
+            f"--hicache-storage-backend-extra-config cannot be read ({type(error).__name__}: {error})",
+            "give a JSON object, or @ and the path of a JSON, TOML or YAML file",
         ) from None
     if view.hicache_storage_backend not in ("dynamic", "mooncake"):
         return view.hicache_storage_backend in ("shm", "mori")
@@ -135,8 +135,9 @@ def _chosen(server: Server, requested: str) -> tuple[str, str]:
     if found and requested != AUTO:
         name, why = found[0]
         raise Refusal(
-            f"{HOST_SHARING.flag} {requested} does not work with {name}: {why}; leave out "
-            f"{HOST_SHARING.flag}, or give {RANK}"
+            f"{HOST_SHARING.flag} {requested} does not work with {name}: {why}",
+            leave_out(HOST_SHARING.flag, text=f"leave out {HOST_SHARING.flag}"),
+            Way(f"give {RANK}", add=(f"{HOST_SHARING.flag}={RANK}",)),
         )
     if server.same_rows_ranks == 1:
         return RANK, "no two ranks hold the same rows"

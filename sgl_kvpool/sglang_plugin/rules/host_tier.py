@@ -5,7 +5,7 @@ Each refusal is an error at server start that names the value, the reason and wh
 
 import math
 
-from sgl_kvpool.refusal import Refusal, use
+from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one, use_values, use_words
 from sgl_kvpool.sglang_plugin.options import HOST_ENGINE, HOST_LAYOUT, HOST_SHARING, LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 from sgl_kvpool.sglang_plugin.server import Server
@@ -17,6 +17,7 @@ from sgl_kvpool.transfer.host_options import (
     HostTierOptions,
 )
 
+_TIER = "--enable-hierarchical-cache"
 #: Tokens per page with a host tier.
 _PAGE_SIZE = 64
 
@@ -68,49 +69,53 @@ def _keeps_states_by_token(server: Server) -> bool:
 
 def check_without_tier(server: Server) -> None:
     """Refuse a store, or options of a host tier, on a server without a host tier."""
-    flag = "--enable-hierarchical-cache"
     for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING):
         requested = server.config.requests(option)
         if requested != option.default:
             raise Refusal(
-                f"{option.flag} {requested} (or {option.env}) does nothing without {flag}; add that, "
-                "or leave it out"
+                f"{option.flag} {requested} (or {option.env}) does nothing without {_TIER}",
+                *(Way("add that", add=(_TIER,)), leave_out(option.flag)),
             )
     # Prefill and decode servers are exempt.
     store = server.view.hicache_storage_backend
     if store is not None and not server.disaggregates:
         raise Refusal(
-            f"--hicache-storage-backend {store} does nothing without {flag}; add that, or leave it out"
+            f"--hicache-storage-backend {store} does nothing without {_TIER}",
+            *(Way("add that", add=(_TIER,)), leave_out("--hicache-storage-backend")),
         )
 
 
 def check_host_tier(server: Server) -> None:
     """Refuse arguments that do not work with the host tier of a server."""
     view, layout, options = server.view, server.layout, server.config.host_tier
-    flag = "--enable-hierarchical-cache"
-    if not view.enable_hierarchical_cache:
-        flag = "--disaggregation-decode-enable-offload-kvcache"
+    flag = _TIER if view.enable_hierarchical_cache else "--disaggregation-decode-enable-offload-kvcache"
     able = {"cpu": (CPU_ENGINE,), "cuda": GPU_ENGINE_NAMES}.get(view.device, ())
     if not able:
         raise Refusal(
             f"{flag} does not work with {LAYOUT.flag} {layout} on {view.device}: sgl-kvpool has engines for "
-            "cpu and cuda; leave it out"
+            "cpu and cuda",
+            leave_out(flag),
         )
     if options.engine != HOST_ENGINE.default and options.engine not in able:
         raise Refusal(
-            f"{HOST_ENGINE.flag} {options.engine} does not work on {view.device}; leave it out, or "
-            f"{use(able)}"
+            f"{HOST_ENGINE.flag} {options.engine} does not work on {view.device}",
+            *(leave_out(HOST_ENGINE.flag), *use_values(HOST_ENGINE.flag, able)),
         )
     if options.engine == "copy_engine" and server.host_layout is not layout:
         raise Refusal(
             f"{HOST_ENGINE.flag} copy_engine copies rows as they are, and {HOST_LAYOUT.flag} "
-            f"{options.layout} changes them; use {HOST_ENGINE.flag} staged, which encodes into a buffer from "
-            f"which the copy engine takes them, or use {HOST_ENGINE.flag} kernel"
+            f"{options.layout} changes them",
+            use_words(
+                f"{HOST_ENGINE.flag}=staged",
+                then=", which encodes into a buffer from which the copy engine takes them",
+            ),
+            use_words(f"{HOST_ENGINE.flag}=kernel"),
         )
     if view.enable_deterministic_inference and server.host_layout is not layout:
         raise Refusal(
             f"{HOST_LAYOUT.flag} {options.layout} rounds rows that come back from the host tier, so with "
-            "--enable-deterministic-inference an answer would depend on where its prefix was; leave out one"
+            "--enable-deterministic-inference an answer would depend on where its prefix was",
+            *leave_out_one(HOST_LAYOUT.flag, "--enable-deterministic-inference", text="leave out one"),
         )
 
 
@@ -128,8 +133,8 @@ def check_host_arguments(server: Server) -> None:
     ):
         if value not in taken:
             raise Refusal(
-                f"{option} {value} does not work with {LAYOUT.flag} {server.layout}: {reason}; leave it "
-                f"out, or {use(taken)}"
+                f"{option} {value} does not work with {LAYOUT.flag} {server.layout}: {reason}",
+                *(leave_out(option), *use_values(option, taken)),
             )
 
 
@@ -138,23 +143,22 @@ def check_index_keys(server: Server) -> None:
     from sglang.srt.configs.model_config import get_dsa_index_kpool_compress
 
     if get_dsa_index_kpool_compress(server.model_config.hf_config):
-        remedy = "leave out --enable-hierarchical-cache"
+        ways = [leave_out(_TIER, text=f"leave out {_TIER}")]
         if not HostTierOptions().serves(server.layout, server.arrangement, server.view.device):
-            ours_alone = f"{HOST_LAYOUT.flag}, {HOST_ENGINE.flag}, {HOST_SHARING.flag}"
-            remedy = f"leave out {ours_alone} to use SGLang's own tier, or {remedy}"
+            ours = (HOST_LAYOUT.flag, HOST_ENGINE.flag, HOST_SHARING.flag)
+            ways.insert(0, leave_out(*ours, text=f"leave out {', '.join(ours)} to use SGLang's own tier"))
         raise Refusal(
             f"{server.model_name} has compressed index keys, whose tails do not lie in the pages of a "
-            f"host tier of sgl-kvpool; {remedy}"
+            "host tier of sgl-kvpool",
+            *ways,
         )
 
 
 def check_host_layout(server: Server) -> None:
     """Refuse a host layout whose rows are not narrower."""
-    from sgl_kvpool.transfer.conversion import host_layout_problem
+    from sgl_kvpool.transfer import conversion
 
-    problem = host_layout_problem(server.row_format, server.host_layout)
-    if problem is not None:
-        raise Refusal(f"{HOST_LAYOUT.flag} {server.host_layout} does not work: {problem}")
+    conversion.check_host_layout(server.row_format, server.host_layout)
 
 
 def check_states(server: Server) -> None:
@@ -164,16 +168,16 @@ def check_states(server: Server) -> None:
     if not server.is_hybrid:
         return
     view, model_config = server.view, server.model_config
-    flag, remedy = "--enable-hierarchical-cache", f"or serve without {LAYOUT.flag}"
+    no_layout = leave_out(LAYOUT.flag, text=f"serve without {LAYOUT.flag}")
     for field, replay in (
         ("enable_linear_replayssm", "--enable-linear-replayssm"),
         ("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec"),
     ):
         if getattr(view, field):
             raise Refusal(
-                f"{replay} does not work with {flag} and {LAYOUT.flag} {server.layout}: a state loaded from "
-                "the host would be combined with tokens that the slot's former owner was to replay; leave "
-                f"out one of the two, {remedy}"
+                f"{replay} does not work with {_TIER} and {LAYOUT.flag} {server.layout}: a state loaded from "
+                "the host would be combined with tokens that the slot's former owner was to replay",
+                *(*leave_out_one(replay, _TIER), no_layout),
             )
     layers, with_rows = model_config.num_hidden_layers, set(server.layers_with_rows or ())
     for rank in range(view.pp_size):
@@ -182,5 +186,6 @@ def check_states(server: Server) -> None:
             raise Refusal(
                 f"--pp-size {view.pp_size} gives layers {stage.start} to {stage.stop - 1} of "
                 f"{server.model_name} a stage of their own, which has no rows or no states for "
-                f"{flag}; use fewer stages, {remedy}"
+                f"{_TIER}",
+                *(Way("use fewer stages", add=("--pp-size=1",)), no_layout),
             )

@@ -1,6 +1,7 @@
 """Models whose KV cache no layout stores, and the dtype that SGLang is shown for a layout."""
 
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, leave_out
+from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.server import Server
 
 
@@ -9,21 +10,23 @@ def check_model(server: Server) -> None:
     from sglang.srt.configs.model_config import AttentionArch
 
     layout, name, model_config = server.layout, server.model_name, server.model_config
-    remedy = "serve it without --kv-cache-layout"
+    way = leave_out(LAYOUT.flag, text=f"serve it without {LAYOUT.flag}")
     if model_config.attention_arch != AttentionArch.MLA:
         raise Refusal(
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and {name} "
-            f"uses {model_config.attention_arch.name}; {remedy}"
+            f"uses {model_config.attention_arch.name}",
+            way,
         )
     if server.is_hybrid and not server.layers_with_rows:
         raise Refusal(
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and all "
-            f"{model_config.num_hidden_layers} layers of {name} keep states instead; {remedy}"
+            f"{model_config.num_hidden_layers} layers of {name} keep states instead",
+            way,
         )
     if model_config.is_hybrid_swa:
         raise Refusal(
-            f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support; "
-            f"{remedy}"
+            f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support",
+            way,
         )
     _ = server.row_format  # refuses the geometry
 

@@ -21,7 +21,6 @@ import torch
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.page_format import DIRECT_IO_BYTES, HostPageFormat
@@ -33,7 +32,7 @@ from sgl_kvpool.srt.host.transfer_mixin import TransferMixin, kv_group
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.regions import canonical_view
 from sgl_kvpool.transfer.channel import EngineRequest, TransferChannel, build_channels
-from sgl_kvpool.transfer.conversion import host_layout_problem
+from sgl_kvpool.transfer.conversion import check_host_layout
 from sgl_kvpool.transfer.gpu_engine import gpu_calls
 from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
 
@@ -89,9 +88,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         # Set before the base class's constructor runs, because that calls the overrides below.
         self._options: HostTierOptions = kv_pool.host_tier
         host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
-        problem = host_layout_problem(kv_pool.row_format, host_layout)
-        if problem is not None:
-            raise Refusal(f"--kv-host-layout {host_layout} does not work: {problem}")
+        check_host_layout(kv_pool.row_format, host_layout)
         self._device_rows = kv_pool.row_format
         self.row_format = self._device_rows.in_layout(host_layout)
         self._io_backend = io_backend
