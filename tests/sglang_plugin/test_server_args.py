@@ -1,6 +1,11 @@
 """--kv-cache-layout through SGLang's own argument parsing and resolution."""
 
+import dataclasses
+import inspect
 import os
+import pickle
+import pkgutil
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +98,34 @@ def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
         resolve(checkpoints["mla"], flag, "kvpool_mla")
 
 
+def test_what_was_decided_is_one_frozen_record(resolve, checkpoints):
+    ranks = ("--enable-hierarchical-cache", "--tp-size", "2")
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", *ranks)
+    (name,) = (name for name in vars(args) if name.startswith("_kvpool"))
+    record = getattr(pickle.loads(pickle.dumps(args)), name)
+    assert record == getattr(args, name)
+    assert (record.layout, record.host_tier.sharing) == ("fp4", "node")
+    assert record.hook_groups == "pools, dense MLA on a CPU, host tier"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.layout = None
+
+
+def test_every_rule_is_in_a_list():
+    """A rule takes a server, and nothing else; two are called by the rules of other servers too."""
+    from sgl_kvpool.sglang_plugin import rules
+    from sgl_kvpool.sglang_plugin.hooks import server_args
+    from sgl_kvpool.sglang_plugin.rules import arguments
+
+    tables = (server_args.RULES_BEFORE, server_args.RULES_OF_BACKENDS, server_args.RULES_AFTER)
+    listed = {rule for table in tables for _, rule in table} | {*arguments.RULES, *arguments.RULES_OF_STOCK}
+    written = set()
+    for module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
+        for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
+            if not name.startswith("_") and [*inspect.signature(function).parameters] == ["server"]:
+                written.add(function)
+    assert {rule.__name__ for rule in written - listed} == {"check_ranks", "check_stock"}
+
+
 def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypatch):
     from sgl_kvpool import env
     from sgl_kvpool.sglang_plugin.hooks.launching import _launch_scheduler_processes
@@ -115,8 +148,6 @@ def test_any_launcher_gives_its_schedulers_the_last_resolved_arguments(
     resolve, checkpoints, monkeypatch, capsys
 ):
     """As SMG's gRPC servicer, which spawns them itself; a scheduler of other arguments ends."""
-    import pickle
-
     from sgl_kvpool import env
     from sgl_kvpool.sglang_plugin.hooks.launching import _configure_scheduler_process
 

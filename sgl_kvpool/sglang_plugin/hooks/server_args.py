@@ -221,6 +221,8 @@ def _apply(rules: _Rules, server_args: Any) -> None:
     """Apply rules to a server with a layout. Each sees what those before it have declared or recorded."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
+    if options.config_of(server_args).layout is None:
+        return
     for is_for, rule in rules:
         server = Server(server_args)
         declared = rule(server) if is_for(server) else None
@@ -228,16 +230,11 @@ def _apply(rules: _Rules, server_args: Any) -> None:
             declare_resolution(server_args, _SOURCE, **declared)
 
 
-def _rules(server_args: Any, rules: _Rules) -> None:
-    if options.config_of(server_args).layout is not None:
-        _apply(rules, server_args)
-
-
 def _deterministic(server_args: Any) -> None:
     """Before SGLang's step for deterministic servers, which names a backend where none is named."""
     view = Server(server_args).view
     if view.enable_deterministic_inference or view.rl_on_policy_target is not None:
-        _rules(server_args, RULES_OF_BACKENDS)
+        _apply(RULES_OF_BACKENDS, server_args)
 
 
 def _step(run: Callable[[Any], None], *, first: bool = True) -> Callable:
@@ -257,9 +254,9 @@ def _step(run: Callable[[Any], None], *, first: bool = True) -> Callable:
 #: Step of SGLang's argument resolution -> function that wraps it, in SGLang's order.
 STEPS: Mapping[str, Callable] = {
     "handle_deprecated_dp_attention": _step(_decide),
-    "handle_model_specific_adjustments": _step(partial(_rules, rules=RULES_BEFORE)),
+    "handle_model_specific_adjustments": _step(partial(_apply, RULES_BEFORE)),
     "handle_deterministic_inference": _step(_deterministic),
-    "handle_attention_backend_compatibility": _step(partial(_rules, rules=RULES_OF_BACKENDS)),
+    "handle_attention_backend_compatibility": _step(partial(_apply, RULES_OF_BACKENDS)),
     "validate_deepep_v2_dispatch_token_budget": _step(_finish, first=False),
 }
 

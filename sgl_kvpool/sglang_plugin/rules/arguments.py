@@ -82,11 +82,7 @@ def check(server_args: Any) -> options.KVPoolConfig:
         raise Refusal("; ".join(wrong))
     config = options.decided(server_args)
     server = Server(server_args, config=config, view=server_args)
-    rules: tuple[Callable[[Server], None], ...] = (check_without_layout,)
-    if config.layout is not None:
-        tier = check_tier_size if server.has_host_tier else check_without_tier
-        rules = (check_types, features.check, check_dtype, check_numbers, check_page, tier)
-    for rule in rules:
+    for rule in RULES_OF_STOCK if config.layout is None else RULES:
         rule(server)
     return config
 
@@ -135,9 +131,12 @@ def check_numbers(server: Server) -> None:
         number.check(server.view)
 
 
-def check_tier_size(server: Server) -> None:
-    """Refuse a size of the host tier that is out of its limits."""
-    (_TIER_SIZE if server.view.hicache_size else _TIER_RATIO).check(server.view)
+def check_tier(server: Server) -> None:
+    """Refuse a size of the host tier that is out of its limits, and its options without it."""
+    if server.has_host_tier:
+        (_TIER_SIZE if server.view.hicache_size else _TIER_RATIO).check(server.view)
+    else:
+        check_without_tier(server)
 
 
 def check_without_layout(server: Server) -> None:
@@ -184,3 +183,15 @@ def check_page(server: Server) -> None:
             Way("give at least as many, a smaller --page-size", add=(f"--max-total-tokens={page_size}",)),
             leave_out("--max-total-tokens"),
         )
+
+
+#: Rules of the arguments alone, in their order: of servers with a layout, and of others.
+RULES: tuple[Callable[[Server], None], ...] = (
+    check_types,
+    features.check,
+    check_dtype,
+    check_numbers,
+    check_page,
+    check_tier,
+)
+RULES_OF_STOCK = (check_without_layout,)
