@@ -123,10 +123,10 @@ def page(value: tuple[int, int] | tuple[int, int, int] | None) -> PageStride | N
         return None
     known = isinstance(value, tuple) and len(value) in (2, 3) and all(type(x) is int for x in value)
     stride = PageStride(*value) if known else PageStride(0, 0)
-    if not 1 <= stride.page_size_tokens <= stride.rows_per_page or stride.slots_per_row < 1:
+    if not 1 <= stride.page_size_tokens <= stride.rows_per_page or stride.dcp_size < 1:
         raise ValueError(
             f"page={value!r}, expected (page_size_tokens, rows_per_page) with 1 <= page_size_tokens <= "
-            "rows_per_page, and slots_per_row >= 1 if given; take it from the pool's page_stride"
+            "rows_per_page, and dcp_size >= 1 if given; take it from the pool's page_stride"
         )
     return None if stride == PageStride(stride.rows_per_page, stride.rows_per_page) else stride
 

@@ -77,7 +77,7 @@ def _of_all(
     return {
         "PAGE": page.page_size_tokens,
         "PAGE_ROWS": page.rows_per_page,
-        "SPAN": page.slots_per_row,
+        "DCP_SIZE": page.dcp_size,
         "HEADS": heads,
         "QUERIES": queries_per_list,
         "BLOCK_H": config.tile.query_heads,

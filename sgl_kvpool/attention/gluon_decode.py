@@ -203,7 +203,7 @@ def gluon_decode_kernel(
     kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
+    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, DCP_SIZE: gl.constexpr,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
     SCALE_AT: gl.constexpr,
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
@@ -240,11 +240,8 @@ def gluon_decode_kernel(
     numbers = raw[3]
 
     # Rows are copied one block ahead, row numbers are loaded two blocks ahead.
-    numbers.store(
-        row_numbers(
-            load_entries(kv_indices, begin, end, kv_indices_stride, WARPS), row_count, PAGE, PAGE_ROWS, SPAN
-        )
-    )
+    entries = load_entries(kv_indices, begin, end, kv_indices_stride, WARPS)
+    numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE))
     entries = load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, WARPS)
     _barrier()
     copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
@@ -276,7 +273,7 @@ def gluon_decode_kernel(
         if COPIED_OPERAND:
             fence_async_shared()
         _barrier()  # copies have arrived, and the values of the block before have been read
-        numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN))
+        numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE))
         entries = load_entries(kv_indices, start + 2 * BLOCK, end, kv_indices_stride, WARPS)
         s, of_tiles = _scores(
             raw, parts, values, queries, rope_queries, R, NOPE, SCALE, ROPE, BLOCK_H, REG_PARTS, WARPS

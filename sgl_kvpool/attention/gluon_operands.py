@@ -113,9 +113,9 @@ def load_entries(kv_indices, start, end, kv_indices_stride, WARPS: gl.constexpr)
 
 
 @gluon.jit
-def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr):
+def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, DCP_SIZE: gl.constexpr):
     """int32 row numbers of list entries, -1 for entries without a row. A pool has less than 2**31 rows."""
-    rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS, SPAN)
+    rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE)
     return gl.where(is_row, rows, -1).to(gl.int32)
 
 

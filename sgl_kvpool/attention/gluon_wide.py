@@ -181,7 +181,7 @@ def gluon_wide_decode_kernel(
     kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
+    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, DCP_SIZE: gl.constexpr,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
     SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr,
 ):  # fmt: skip
@@ -247,6 +247,6 @@ def gluon_wide_decode_kernel(
         )),
         (decoder_role, (
             pool_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride,
-            row_count, ROW_STRIDE, PAGE, PAGE_ROWS, SPAN, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT,
+            row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT,
         )),
     ], [WARPS, WARPS], [160, DECODER_REGISTERS])  # fmt: skip

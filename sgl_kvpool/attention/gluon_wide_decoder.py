@@ -122,7 +122,7 @@ def _decoded(unit, of_tiles, u: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.cons
 @gluon.jit
 def decoder_role(
     pool, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride, row_count,
-    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, SPAN: gl.constexpr,
+    ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, DCP_SIZE: gl.constexpr,
     R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr, ROPE: gl.constexpr,
     ROPE_AT: gl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def decoder_role(
     HALF: gl.constexpr = UNITS // 2
     full, empty, _, _ = bars
     entries = _entries(kv_indices, begin, end, kv_indices_stride)
-    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
+    coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE)
     numbers.index(0).store(coming)
     units = ()
     for u in gl.static_range(UNITS):
@@ -144,7 +144,7 @@ def decoder_role(
         if SCALE == "fp32":  # int64 entries leave no register for a counter, or for `end` beside `stop`
             block = (start - begin) // ROWS
         at = block & 1
-        coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
+        coming = row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE)
         entries = _entries(kv_indices, start + 2 * ROWS, stop, kv_indices_stride)
         mbarrier.wait(empty.index(at), ((block >> 1) & 1) ^ 1)
         numbers.index((block + 1) & 3).store(coming)

@@ -36,9 +36,9 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr, SPAN: tl.constexpr):
+def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr, DCP_SIZE: tl.constexpr):
     """int64 row numbers of list entries, 0 for entries without a row, and a mask of those with a row."""
-    rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS, SPAN)
+    rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE)
     return tl.where(is_row, rows, 0), is_row
 
 
@@ -52,7 +52,7 @@ def _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK: tl.constexpr
 @triton.jit
 def _load_block(
     entries, pool_ptr, row_count, ROW_STRIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
+    DCP_SIZE: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, NOPE: tl.constexpr, NOPE_AT: tl.constexpr, SCALE: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, SCALE_AT: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr,
     SLICE: tl.constexpr, DIRECT: tl.constexpr,
@@ -61,7 +61,7 @@ def _load_block(
 
     Also returns a mask of the entries with a row, bool [BLOCK, 1]; the others give zeros.
     """
-    number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS, SPAN)
+    number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE)
     rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
     stored = ()
     for first in tl.static_range(0, R, SLICE):
@@ -216,7 +216,7 @@ def decode_kernel(
     ROW_STRIDE: tl.constexpr,  # bytes, a multiple of 16
     PAGE: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
+    DCP_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,  # queries of a group, which share a list
     R: tl.constexpr,
@@ -284,7 +284,7 @@ def decode_kernel(
         # registers, loaded from a second copy of the rows in shared memory.
         entries = _load_entries(kv_indices, begin, end, kv_indices_stride, BLOCK)
         stored, live = _load_block(
-            entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, SPAN, R, P, NOPE, NOPE_AT, SCALE,
+            entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT, SCALE,
             SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
         )  # fmt: skip
         entries = _load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, BLOCK)
@@ -294,8 +294,8 @@ def decode_kernel(
             # The stored bytes of the next block must not be in registers together with these operands.
             tl.debug_barrier()
             stored, next_live = _load_block(
-                entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, SPAN, R, P, NOPE, NOPE_AT, SCALE,
-                SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
+                entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT,
+                SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             entries = _load_entries(kv_indices, start + 2 * BLOCK, end, kv_indices_stride, BLOCK)
             seen = _seen(start, limit, live, QUERIES, BLOCK_H)
@@ -310,8 +310,8 @@ def decode_kernel(
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
                 _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK), pool_ptr, row_count,
-                ROW_STRIDE, PAGE, PAGE_ROWS, SPAN, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE,
-                ROPE_AT, SLICE, DIRECT,
+                ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT,
+                ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
             seen = _seen(start, limit, live, QUERIES, BLOCK_H)

@@ -20,12 +20,12 @@ def row_count_of(kv_lens_ptr, tokens, bound):
 
 
 @triton.jit
-def rows_of_entries(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr, SPAN: tl.constexpr):
+def rows_of_entries(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr, DCP_SIZE: tl.constexpr):
     """int64 row numbers of list entries, and a mask of those that are rows of the pool."""
     entries = entries.to(tl.int64)
     rows = entries
-    if SPAN > 1:
-        rows = rows // SPAN  # truncates: -1 gives row 0, which the mask of the entries leaves out
+    if DCP_SIZE > 1:
+        rows = rows // DCP_SIZE  # truncates: -1 gives row 0, which the mask of the entries leaves out
     if PAGE > 0:
         rows = rows // PAGE * PAGE_ROWS + rows % PAGE
     # A row beyond the pool would be outside of its memory. Entries near 2**63 wrap around.

@@ -74,16 +74,28 @@ class KVArrangement(enum.StrEnum):
 _INT32_MAX = 2**31 - 1
 
 
-class PageStride(NamedTuple):
-    """Slot s is row ``p // page_size_tokens * rows_per_page + p % page_size_tokens``, p = s // slots_per_row.
+def local_slots(slots, dcp_size: int):
+    """Slots in the pool of the rank that stores them, by SGLang's numbers; negative ones stay negative.
 
-    With decode context parallelism `slots_per_row` ranks store one of as many neighbouring slots each, in
-    the same row; page_size_tokens counts the tokens of one rank.
+    With decode context parallelism, rank r of n stores slot s * n + r as its slot s.
+    """
+    return slots // dcp_size
+
+
+def global_slots(local, dcp_rank, dcp_size: int):
+    """SGLang's numbers of slots of a rank's pool."""
+    return local * dcp_size + dcp_rank
+
+
+class PageStride(NamedTuple):
+    """Slot s is row ``p // page_size_tokens * rows_per_page + p % page_size_tokens``, p its `local_slots`.
+
+    `page_size_tokens` counts the tokens of one of `dcp_size` ranks.
     """
 
     page_size_tokens: int
     rows_per_page: int
-    slots_per_row: int = 1
+    dcp_size: int = 1
 
 
 def rows_of_slots(slots: torch.Tensor, page: PageStride | None) -> torch.Tensor:
@@ -93,8 +105,8 @@ def rows_of_slots(slots: torch.Tensor, page: PageStride | None) -> torch.Tensor:
     """
     if page is None:
         return slots
-    page_size_tokens, rows_per_page, slots_per_row = page
-    rows = slots.div(slots_per_row, rounding_mode="floor")
+    page_size_tokens, rows_per_page, dcp_size = page
+    rows = local_slots(slots, dcp_size)
     pages = rows.div(page_size_tokens, rounding_mode="floor")
     return (rows + pages * (rows_per_page - page_size_tokens)).where(slots >= 0, slots)
 

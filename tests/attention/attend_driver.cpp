@@ -52,7 +52,7 @@ bool run(const RowLayout& layout, int64_t heads, int64_t lists, int64_t most_row
     call.pool = pool.data();
     call.row_stride = layout.row_bytes;
     call.entries = entries.data();
-    call.entry_stride = call.page_tokens = call.page_rows = call.slots_per_row = 1;
+    call.entry_stride = call.page_tokens = call.page_rows = call.dcp_size = 1;
     call.lists = of_lists.data();
     call.list_count = lists;
     call.limits = limits.data();

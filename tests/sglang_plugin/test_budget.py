@@ -62,7 +62,7 @@ def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size,
 
     said = []
     monkeypatch.setattr(pools.logger, "warning", lambda text, *values: said.append((text % values).split()))
-    pool = SimpleNamespace(size=tokens, page_size=page_size, slots_per_row=1)
+    pool = SimpleNamespace(size=tokens, page_size=page_size, dcp_size=1)
     pools._warn_of_prompts_that_wait(pool, context)
     allocator = SimpleNamespace(page_size=page_size, available_size=lambda: tokens)
     tree = SimpleNamespace(supports_mamba=lambda: False, evictable_size=lambda: 0)

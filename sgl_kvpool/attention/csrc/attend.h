@@ -37,7 +37,7 @@ struct Attention {
   const void* entries;  // int32 or int64 slots; negative ones are skipped
   bool entries_are_int64;
   int64_t entry_stride;
-  int64_t page_tokens, page_rows, slots_per_row;  // as PageStride; 1, 1 and 1 if slots are rows
+  int64_t page_tokens, page_rows, dcp_size;  // as PageStride; 1, 1 and 1 if slots are rows
   const RowList* lists;
   int64_t list_count;
   const int64_t* limits;  // entries of its list that each token attends
@@ -53,8 +53,8 @@ struct Attention {
     const int64_t slot =
         entries_are_int64 ? static_cast<const int64_t*>(entries)[at] : static_cast<const int32_t*>(entries)[at];
     // Of 100 ns for a row and one head, two divisions would be a tenth.
-    if (slot < 0 || (slots_per_row == 1 && page_tokens == page_rows)) return slot;
-    const int64_t stored = slot / slots_per_row;
+    if (slot < 0 || (dcp_size == 1 && page_tokens == page_rows)) return slot;
+    const int64_t stored = slot / dcp_size;
     if (stored >> 40) return stored;  // beyond any pool, as its row, whose product could overflow
     return stored + stored / page_tokens * (page_rows - page_tokens);
   }

@@ -23,7 +23,7 @@ kvpool::Strided strided(TensorView tensor) {
 // S or more.
 void attend_rows(TensorView out, TensorView lse, TensorView q, TensorView q_rope, TensorView pool, TensorView entries,
                  TensorView lists, TensorView limits, TensorView layout, double scale, double k_scale,
-                 int64_t page_tokens, int64_t page_rows, int64_t slots_per_row, bool batch_invariant, int64_t threads) {
+                 int64_t page_tokens, int64_t page_rows, int64_t dcp_size, bool batch_invariant, int64_t threads) {
   kvpool::Attention call = {};
   call.layout = static_cast<const kvpool::RowLayout*>(layout.data_ptr());
   call.pool = static_cast<const uint8_t*>(pool.data_ptr());
@@ -33,7 +33,7 @@ void attend_rows(TensorView out, TensorView lse, TensorView q, TensorView q_rope
   call.entry_stride = entries.stride(entries.ndim() - 1);
   call.page_tokens = page_tokens;
   call.page_rows = page_rows;
-  call.slots_per_row = slots_per_row;
+  call.dcp_size = dcp_size;
   call.lists = static_cast<const kvpool::RowList*>(lists.data_ptr());
   call.list_count = lists.size(0);
   call.limits = static_cast<const int64_t*>(limits.data_ptr());

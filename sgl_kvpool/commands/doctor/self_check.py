@@ -119,9 +119,9 @@ def _controller(pool: Any) -> Any:
     if not has_our_tier(pool):
         return None
     hook_groups.apply(hook_groups.named("host tier"))
-    page_size = _PAGE_SIZE * pool.slots_per_row
+    page_size = _PAGE_SIZE * pool.dcp_size
     allocator = PagedTokenToKVPoolAllocator(
-        pool.size * pool.slots_per_row,
+        pool.size * pool.dcp_size,
         page_size=page_size,
         dtype=pool.dtype,
         device=pool.device,

@@ -106,7 +106,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         layout,
         rows.row_format.row_bytes,
         rows.layer_num,
-        rows.size * rows.slots_per_row,
+        rows.size * rows.dcp_size,
         rows.get_kv_size_bytes() / _GB,
         arrangement,
         " (auto)" if chosen else "",
@@ -117,7 +117,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
 
 def _warn_of_prompts_that_wait(pool: Any, context_len: int) -> None:
     """Log which prompts SGLang accepts (7 tokens below its limits) and never schedules (issue 28530)."""
-    tokens, page = pool.size * pool.slots_per_row, pool.page_size * pool.slots_per_row
+    tokens, page = pool.size * pool.dcp_size, pool.page_size * pool.dcp_size
     if tokens - page <= min(context_len, tokens) - 7:
         logger.warning(
             "sgl-kvpool: a prompt of %d tokens or more would wait for ever, and later requests behind it: "

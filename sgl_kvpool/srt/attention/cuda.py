@@ -84,7 +84,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = ChunkRunner(model_runner, self)
-        tile = tile_config(self.fmt.layout, heads * pool.slots_per_row, decode_kernel_of(self.fmt))
+        tile = tile_config(self.fmt.layout, heads * pool.dcp_size, decode_kernel_of(self.fmt))
         logger.info("kvpool_mla decodes %s with the %s kernel", self.fmt.layout, tile.kernel)
         self.absorbed_prefill: AbsorbedPrefill | None = None
         if not self.skip_prefill:
@@ -133,7 +133,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             self.init_forward_metadata_in_graph(forward_batch)
             return
         self._rows_to_write.forget()
-        ranks = self._lists.ranks
+        ranks = self._lists.dcp_size
         if ranks > 1:
             take_own_prefixes(forward_batch, self._lists)
         self._extend = None  # planned by the first absorbed layer, because the MHA form does not need it
@@ -219,7 +219,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             out[tokens:].zero_()
             q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
         self._lists.attend(q, q_rope, layer, batch, out[:tokens])
-        if self._lists.ranks == 1:
+        if self._lists.dcp_size == 1:
             return out.view(padded, heads * fmt.kv_lora_rank)
         lse = self._lists.lse[:padded].view(padded, heads)
         lse[tokens:].zero_()

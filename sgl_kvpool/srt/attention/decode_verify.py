@@ -90,7 +90,7 @@ def tokens_as_lists(forward_batch: ForwardBatch) -> DecodeBatch:
 class KVLens:
     """Computes how many rows each query of a batch attends, in one static buffer.
 
-    Of `ranks` ranks of decode context parallelism, this is `rank`, which attends its own rows.
+    Of `dcp_size` ranks of decode context parallelism, this is `dcp_rank`, which attends its own rows.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class KVLens:
         device: torch.device | str,
         draft_step: int = 0,
         *,
-        rank: int = 0,
-        ranks: int = 1,
+        dcp_rank: int = 0,
+        dcp_size: int = 1,
     ):
-        self.draft_step, self.rank, self.ranks = draft_step, rank, ranks
+        self.draft_step, self.dcp_rank, self.dcp_size = draft_step, dcp_rank, dcp_size
         self.buffer = torch.zeros(requests * most_queries, dtype=torch.int32, device=device)
         self._ordinals = torch.arange(1, most_queries + 1, dtype=torch.int32, device=device)
 
@@ -161,12 +161,12 @@ class KVLens:
     @property
     def _computes_decodes(self) -> bool:
         """Whether the kv_lens of a plain decode are other numbers than SGLang's lengths."""
-        return self.draft_step > 0 or self.ranks > 1
+        return self.draft_step > 0 or self.dcp_size > 1
 
     def _keep_own(self, kv_lens: torch.Tensor) -> None:
-        """Of positions 0 to kv_lens - 1, count those of this rank: rank, rank + ranks, ..."""
-        if self.ranks > 1:
-            kv_lens.add_(self.ranks - 1 - self.rank).floor_divide_(self.ranks)
+        """Of positions 0 to kv_lens - 1, count those of this rank."""
+        if self.dcp_size > 1:
+            kv_lens.add_(self.dcp_size - 1 - self.dcp_rank).floor_divide_(self.dcp_size)
 
 
 def decode_workspace_bytes(
@@ -190,8 +190,8 @@ def decode_workspace_bytes(
 class ListReader:
     """Attends rows of a pool by the lists of SGLang's request table.
 
-    With decode context parallelism a rank attends its own rows: every `ranks`-th entry of a list. `heads` is
-    the number of query heads of one rank, and `requests` and `most_queries` bound a batch. Target, draft
+    With decode context parallelism a rank attends its own rows: every `dcp_size`-th entry of a list. `heads`
+    is the number of query heads of one rank, and `requests` and `most_queries` bound a batch. Target, draft
     and draft steps run one after the other and share a workspace.
     """
 
@@ -205,10 +205,12 @@ class ListReader:
         draft_step: int = 0,
     ):
         self.pool, self.req_to_token = pool, req_to_token
-        self.ranks, self.rank = pool.slots_per_row, pool.dcp_rank
-        self._own_entries = req_to_token[:, self.rank :: self.ranks]
-        device, decoded_heads = req_to_token.device, heads * self.ranks  # a rank decodes the heads of all
-        self.kv_lens = KVLens(requests, most_queries, device, draft_step, rank=self.rank, ranks=self.ranks)
+        self.dcp_size, self.dcp_rank = pool.dcp_size, pool.dcp_rank
+        self._own_entries = req_to_token[:, self.dcp_rank :: self.dcp_size]
+        device, decoded_heads = req_to_token.device, heads * self.dcp_size  # a rank decodes the heads of all
+        self.kv_lens = KVLens(
+            requests, most_queries, device, draft_step, dcp_rank=self.dcp_rank, dcp_size=self.dcp_size
+        )
         self.deterministic = is_deterministic()
         tokens = max(requests * most_queries, DETERMINISTIC_LISTS if self.deterministic else 0)
         #: `[tokens, heads]` float32, natural: of the last call.

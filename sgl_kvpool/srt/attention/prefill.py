@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_buffer, get_schedule
 from sgl_kvpool import env
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import global_slots, local_slots
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.extend import ExtendReader, bounds, extend_workspace, keep_pinned, plan_extend
 
@@ -44,7 +45,7 @@ class AbsorbedPrefill:
             f"kvpool_mla_extend_{fmt.head_dim}_{dtype}", lambda: extend_workspace(fmt, dtype, device)
         )
         stored = fmt
-        if lists.ranks > 1 and fmt.layout.is_packed:  # SGLang gathers decoded rows
+        if lists.dcp_size > 1 and fmt.layout.is_packed:  # SGLang gathers decoded rows
             stored = MLAKVCacheLayout.BF16.row_format(fmt.kv_lora_rank, fmt.qk_rope_head_dim)
         self.reader = ExtendReader(stored, heads, workspace, wrapper=wrapper)
         self.reader.require(_longest_prefill(model_runner.model_config.context_len))
@@ -57,7 +58,7 @@ class AbsorbedPrefill:
 
         def list_rows(lengths: torch.Tensor, starts: torch.Tensor, total: int) -> torch.Tensor:
             table = self._lists.req_to_token
-            if self._lists.ranks > 1:
+            if self._lists.dcp_size > 1:
                 return torch.arange(total, dtype=torch.int32, device=table.device)
             slots = torch.empty(total, dtype=torch.int32, device=table.device)
             if total:
@@ -83,7 +84,7 @@ class AbsorbedPrefill:
         """
         pool, layer_id = self._lists.pool, layer.layer_id
         fmt, tokens, k_scale = pool.row_format, len(q), pool.k_scale(layer_id)
-        if self._lists.ranks == 1:
+        if self._lists.dcp_size == 1:
             rows = pool.get_row_buffer(layer_id).squeeze(1)
         else:  # the prefixes of all requests, one after the other
             rows = forward_batch.attn_dcp_metadata.dcp_kv_buffer.squeeze(1).view(torch.uint8)
@@ -116,18 +117,18 @@ def take_own_prefixes(forward_batch: ForwardBatch, lists: ListReader) -> None:
     such a prefix. A chunk of a prefill ends at a multiple of the page size of one rank, and with
     `--enable-mixed-chunk` running requests end anywhere.
     """
-    rank, ranks, req_to_token = lists.rank, lists.ranks, lists.req_to_token
+    rank, ranks, req_to_token = lists.dcp_rank, lists.dcp_size, lists.req_to_token
     lengths = forward_batch.extend_prefix_lens_cpu
     if not any(length % ranks for length in lengths):
         return
-    own = [torch.arange(len(range(rank, length, ranks))) * ranks + rank for length in lengths]
+    own = [global_slots(torch.arange(len(range(rank, length, ranks))), rank, ranks) for length in lengths]
     requests = torch.arange(len(own)).repeat_interleave(torch.tensor([len(each) for each in own]))
     host = torch.stack([requests, torch.cat(own)])
     if req_to_token.is_cuda:
         host = host.pin_memory()  # so that the copy does not wait
     request, position = host.to(req_to_token.device, non_blocking=True)
     slots = req_to_token[forward_batch.req_pool_indices[request], position]
-    forward_batch.attn_dcp_metadata.dcp_local_prefix_kv_indices = slots // ranks
+    forward_batch.attn_dcp_metadata.dcp_local_prefix_kv_indices = local_slots(slots, ranks)
 
 
 def plan_ragged(

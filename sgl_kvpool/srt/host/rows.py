@@ -44,7 +44,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
 
     Takes SGLang's names and arguments: `host_size` in GB (1e9 bytes), or, if that is 0, the ratio of bytes of
     the host tier to those of the device pool, which is the ratio of tokens with the same layout on both
-    sides; `page_size`, the slots of SGLang's page, whose rows are spread over `kv_pool.slots_per_row` ranks;
+    sides; `page_size`, the slots of SGLang's page, whose rows are spread over `kv_pool.dcp_size` ranks;
     `layout`, one of `HOST_LABELS`; `pin_memory`, by default for pools on a GPU; and by keyword
     `allocator_type`, `pool_label` and `host_token_capacity`. Drafts have one layer each and the target's row
     format. `row_format` is that of a stored row.
@@ -97,7 +97,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         ]
         # Rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under the same page
         # indices.
-        self._tokens_per_page = page_size // kv_pool.slots_per_row
+        self._tokens_per_page = page_size // kv_pool.dcp_size
         self._device_views = [canonical_view(pool, self._tokens_per_page).only("kv") for pool in pools]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
@@ -127,7 +127,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             pin_memory=torch.device(kv_pool.device).type != "cpu" if pin_memory is None else pin_memory,
             override_kv_cache_dim=kv_pool.kv_cache_dim,
             draft_buffer_infos=infos[1:],
-            dcp_size=kv_pool.slots_per_row,
+            dcp_size=kv_pool.dcp_size,
             dcp_rank=kv_pool.dcp_rank,
             device_capacity_tokens=kv_pool.size if capacity is None else capacity,
             start_layer=kv_pool.start_layer,

@@ -43,8 +43,8 @@ def storage_format_tag(
         f"{fmt.tag}-host_{host_layout or fmt.layout}"
         f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
-    if target.slots_per_row > 1:
-        tag += f"-d{target.dcp_rank}.{target.slots_per_row}"
+    if target.dcp_size > 1:
+        tag += f"-d{target.dcp_rank}.{target.dcp_size}"
     scales = k_scales_digest(pools)
     return f"{tag}-k{scales}" if scales else tag
 

@@ -22,7 +22,7 @@ from sglang.srt.utils.async_probe import maybe_detect_oob
 from sgl_kvpool import codec, env
 from sgl_kvpool.attention.readers import check_readers
 from sgl_kvpool.codec import gather_parts, store_rows
-from sgl_kvpool.memory.arrangement import RowPlacement
+from sgl_kvpool.memory.arrangement import RowPlacement, global_slots, local_slots
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
@@ -222,7 +222,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
-        if self._stock_writers or self.slots_per_row > 1:  # which SGLang's method refuses
+        if self._stock_writers or self.dcp_size > 1:  # which SGLang's method refuses
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
             return
         k_nope, k_rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
@@ -254,7 +254,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     @property
     def _stock_writers(self) -> bool:
         """Whether SGLang's own writers store the bytes of these rows."""
-        own = self.cross_layer is not None or self.slots_per_row > 1
+        own = self.cross_layer is not None or self.dcp_size > 1
         return self.kv_cache_layout.is_sglang_native and not own
 
     def _store(self, index: int, layer_id: int, loc_info, k_nope, k_rope, method: str) -> None:
@@ -264,7 +264,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         kv_indices = loc if isinstance(loc_info, RowWriteLoc) else self.rows_to_write(loc)
         rows = self.kv_buffer[index].squeeze(1).view(torch.uint8)  # [rows, row_bytes]
         # With several ranks, -1 is a token of another rank.
-        maybe_detect_oob(kv_indices, 0 if self.slots_per_row == 1 else -1, len(rows), where)
+        maybe_detect_oob(kv_indices, 0 if self.dcp_size == 1 else -1, len(rows), where)
         # Writers do not wait for loads, because SGLang never writes a slot that a load is filling.
         store_rows(
             rows,
@@ -316,9 +316,9 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     @overrides
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the rows of slots `src_loc` to slots `tgt_loc` in all layers."""
-        if self.slots_per_row > 1:
+        if self.dcp_size > 1:
             raise NotImplementedError(
-                f"move_kv_cache with --dcp-size {self.slots_per_row}: source and target may be rows of "
+                f"move_kv_cache with --dcp-size {self.dcp_size}: source and target may be rows of "
                 "different ranks"
             )
         if self.placement is None:
@@ -344,4 +344,4 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         if self.cross_layer is not None and len(slots) and int(slots.min()) < 0:
             raise IndexError(f"slot {int(slots.min())} is not valid; leave out tokens without a slot")
         # With n ranks, SGLang's method then takes every n-th and divides it by n.
-        return self.slot_to_row(slots // self.slots_per_row) * self.slots_per_row
+        return global_slots(self.slot_to_row(local_slots(slots, self.dcp_size)), 0, self.dcp_size)

@@ -10,7 +10,13 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
-from sgl_kvpool.memory.arrangement import KVArrangement, PageStride, RowPlacement
+from sgl_kvpool.memory.arrangement import (
+    KVArrangement,
+    PageStride,
+    RowPlacement,
+    global_slots,
+    local_slots,
+)
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -98,34 +104,34 @@ class RowPool:
         return slots if self.placement is None else self.placement.slot_to_row(slots)
 
     @property
-    def slots_per_row(self) -> int:
+    def dcp_size(self) -> int:
         """Ranks of decode context parallelism over which SGLang's slots are spread in this pool.
 
-        Slot s is stored by rank s % slots_per_row, as its slot s // slots_per_row. 1 for a pool of which each
-        rank has all rows (`dcp_replicated`), or whose slots are a rank's own (`write_loc_is_dcp_resolved`).
+        1 for a pool of which each rank has all rows (`dcp_replicated`), or whose slots are a rank's own
+        (`write_loc_is_dcp_resolved`).
         """
         return self.row_pool._write_loc_dcp_span
 
     @property
     def dcp_rank(self) -> int:
         """This rank among those over which the slots are spread."""
-        return get_parallel().attn_dcp_rank % self.slots_per_row
+        return get_parallel().attn_dcp_rank % self.dcp_size
 
     def rows_to_write(self, slots: torch.Tensor) -> torch.Tensor:
         """Row numbers at which this rank stores SGLang's slots; -1 for the slots of other ranks."""
-        ranks = self.slots_per_row
-        if ranks > 1:
-            own = (slots >= 0) & (slots % ranks == self.dcp_rank)
-            slots = torch.where(own, slots // ranks, -1)
+        if self.dcp_size > 1:
+            local = local_slots(slots, self.dcp_size)
+            own = (slots >= 0) & (slots == global_slots(local, self.dcp_rank, self.dcp_size))
+            slots = torch.where(own, local, -1)
         return self.slot_to_row(slots)
 
     @property
     def page_stride(self) -> PageStride | None:
         """By which kernels turn SGLang's slots into rows; None if slots are row numbers."""
         stride = None if self.placement is None else self.placement.page_stride
-        if self.slots_per_row == 1:
+        if self.dcp_size == 1:
             return stride
-        return (stride or PageStride(1, 1))._replace(slots_per_row=self.slots_per_row)
+        return (stride or PageStride(1, 1))._replace(dcp_size=self.dcp_size)
 
     def k_scale(self, layer_id: int) -> float:
         """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sgl_kvpool.attention.decode_config import rounds_values
+from sgl_kvpool.memory.arrangement import global_slots
 from sgl_kvpool.srt.self_check.pages import Difference, decoded, encoded, slots_of_rank
 
 if TYPE_CHECKING:
@@ -99,14 +100,15 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     rank = pool.row_format.kv_lora_rank
     # Row 0 of the table is for padding; backends have room for `size` requests.
     most = min(backend.req_to_token_pool.size, len(table) - 1)
-    ranks = pool.slots_per_row
+    ranks = pool.dcp_size
     requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1] // ranks)
     count, device = len(requests.lengths), requests.slots.device
     own = torch.arange(count, 0, -1, device=device)
     rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
     # With several ranks (`--dcp-size`), a list has a slot of each in turn, and each rank checks its own.
     lists = requests.lists.repeat_interleave(ranks, dim=1)
-    lists = torch.where(lists < 0, lists, lists * ranks + torch.arange(lists.shape[1], device=device) % ranks)
+    turns = torch.arange(lists.shape[1], device=device) % ranks
+    lists = torch.where(lists < 0, lists, global_slots(lists, turns, ranks))
     listed = (own, slice(0, lists.shape[1]))
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots)), (table, listed)):
         table[listed] = lists.to(table.dtype)

@@ -9,6 +9,7 @@ import torch
 
 from sgl_kvpool.codec import reference
 from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.memory.arrangement import global_slots
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
@@ -46,7 +47,7 @@ class PageBytes:
 
 def slots_of_rank(pool: RowPool, slots: torch.Tensor) -> torch.Tensor:
     """SGLang's numbers of slots of this rank's pool: others if ranks share a prefix pool (`--dcp-size`)."""
-    return slots * pool.slots_per_row + pool.dcp_rank
+    return global_slots(slots, pool.dcp_rank, pool.dcp_size)
 
 
 def random_values(tokens: int, fmt: RowFormat, seed: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.
     rows, fmt, rank = pool.row_pool, pool.row_format, pool.kv_lora_rank
     places, slots = _places(pages, rows.page_size), _slots(pages, rows.page_size).to(rows.device)
     expected = before.clone()
-    half = len(places) // 2 if pool.slots_per_row == 1 else 0  # SGLang refuses set_kv_buffer with ranks
+    half = len(places) // 2 if pool.dcp_size == 1 else 0  # SGLang refuses set_kv_buffer with ranks
     for index, layer_id in layers.items():
         values = random_values(len(places), fmt, seed=index)
         by_place = expected[index].view(-1, fmt.row_bytes)

@@ -93,7 +93,7 @@ def test_decode_over_ranks(found):
     decode = found["fp4 over two ranks"]["decode"]
     assert decodes(decode) == both(416, 1, 1, 8, 1, counts="*i32", stride="")
     taken = [launch["arguments"] for launch in decode["launched"] if launch["kernel"] == GLUON]
-    assert {(a["SPAN"][1], a["kv_indices_ptr"][1]) for a in taken} == {("2", "D"), ("2", "")}
+    assert {(a["DCP_SIZE"][1], a["kv_indices_ptr"][1]) for a in taken} == {("2", "D"), ("2", "")}
     in_chunks = kernels(found["fp4 over two ranks"]["prefill in chunks"])
     assert in_chunks == {"store_kernel", "gather_kernel", "_fwd_kernel", "merge_state_kernel"}
 

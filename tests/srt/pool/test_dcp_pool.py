@@ -72,7 +72,7 @@ def test_every_slot_is_stored_once_and_read_where_it_is_stored(data):
             found = pool.get_mla_kv_buffer(
                 layer(START + 1), torch.tensor(slots, dtype=torch.int64)[own] // ranks, torch.float32
             )
-            assert pool.page_stride.slots_per_row == ranks
+            assert pool.page_stride.dcp_size == ranks
         decoded = oracle.decode(expected[own], layout, 512, 64) if own else np.empty((0, 576))
         assert np.array_equal(torch.cat(found, -1).squeeze(1).numpy(), decoded)
 
@@ -150,7 +150,7 @@ def test_a_pool_decides_whether_its_slots_are_spread_as_sglangs_does(data):
             getattr(each, method)(layer(START + 1), slots, *parts)
             if span == 1:
                 each.move_kv_cache(pages[-1:], slots[:1])
-        assert (both[0].slots_per_row, both[0].dcp_rank) == (span, rank % span)
+        assert (both[0].dcp_size, both[0].dcp_rank) == (span, rank % span)
         assert_as_sglangs(*both, layout, size)
         kept = [each.get_cpu_copy(pages) for each in both]
         guard(*both)
@@ -188,7 +188,7 @@ def test_every_rank_reads_and_backs_up_all_of_a_replicated_pool(arrangement, no_
         assert check_rows(pool) == "rows of 3 of 3 layers"
         lists = ListReader(pool, table, 2, 4, 1)
         assert torch.equal(lists._own_entries, table)
-        assert lists.kv_lens.ranks == 1
+        assert lists.kv_lens.dcp_size == 1
         tier = host_pool(pool)
         assert (tier.dcp_size, tier.dcp_rank, tier.page_size) == (1, 0, 6)
         pool.set_mla_kv_buffer(layer(START), torch.arange(6, 12), *values(6))
@@ -225,7 +225,7 @@ def test_kv_lens_count_a_ranks_own_positions():
     for mode, each in (("DECODE", 1), ("TARGET_VERIFY", queries)):
         total = torch.zeros(len(lengths) * each, dtype=torch.int64)
         for rank in range(ranks):
-            lens = KVLens(len(lengths), queries, "cpu", rank=rank, ranks=ranks)
+            lens = KVLens(len(lengths), queries, "cpu", dcp_rank=rank, dcp_size=ranks)
             batch = SimpleNamespace(
                 batch_size=len(lengths), forward_mode=ForwardMode[mode], seq_lens=torch.tensor(lengths),
                 req_pool_indices=torch.arange(6), spec_info=SimpleNamespace(draft_token_num=queries),
