@@ -58,6 +58,7 @@ POOLS = HookGroup(
         "sglang_plugin.startup",
         "srt.attention.decode_verify",
         "srt.attention.layers",
+        "srt.pool.k_scales",
         "srt.pool.row_pool",
         "srt.pool.mla",
         "srt.self_check.rows",

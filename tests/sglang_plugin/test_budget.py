@@ -80,7 +80,7 @@ def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size,
 def test_k_scales_come_from_attn_mqa_once():
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sgl_kvpool.sglang_plugin.pool_request import collect_k_scales
+    from sgl_kvpool.srt.pool.k_scales import collect_k_scales
 
     def layer(number, mqa, mha):
         module = torch.nn.Module()
@@ -106,7 +106,8 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
 
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.options import KVPoolConfig
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest, checked_k_scales
+    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
+    from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 
     model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
     model[0].k_scale_float = 0.5

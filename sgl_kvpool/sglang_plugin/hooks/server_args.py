@@ -210,6 +210,9 @@ RULES_AFTER: _Rules = (
     (_tier, host_tier.check_host_layout),
     (_sparse, dsa.check_backends),
     (_sparse, dsa.check_implementations),
+    (_sparse, dsa.check_context_parallelism),
+    (_sparse, dsa.check_features_of_reader),
+    (_sparse, dsa.check_copies),
     (_dense, dcp.check),  # again: SGLang has set some fields since
     *_BACKENDS,
     (_dense, attention.check_model),

@@ -159,10 +159,9 @@ def check_backends(server: Server) -> None:
 
 
 def check_implementations(server: Server) -> None:
-    """Refuse implementations with which some batch would fail, read wrong rows, or copy a whole pool."""
-    layout, view = server.layout, server.view
+    """Refuse implementations with which some batch would fail, or read wrong rows."""
     try:
-        _check_modes(layout, server)
+        _check_modes(server.layout, server)
     except UnsupportedCombination as error:
         other = _other_layout(server)
         if other is None:
@@ -170,20 +169,34 @@ def check_implementations(server: Server) -> None:
         raise UnsupportedCombination(
             error.problem, use_words(f"{LAYOUT.flag}={other}"), *error.ways
         ) from None
+
+
+def check_context_parallelism(server: Server) -> None:
+    """Refuse a split of prompts over ranks for which SGLang does not gather the keys."""
+    view = server.view
     if view.enable_prefill_cp and view.cp_strategy == "zigzag":
         raise Refusal(
             "--cp-strategy zigzag does not work with sparse attention, whose keys SGLang gathers from "
             "interleaved ranks only",
             use_words("--cp-strategy=interleave"),
         )
-    if not sglang_dsa_reads(layout):
+
+
+def check_features_of_reader(server: Server) -> None:
+    """Refuse features that our reader does not work with, for rows that SGLang's kernels cannot read."""
+    if not sglang_dsa_reads(server.layout):
         narrow = use_words(
             f"{LAYOUT.flag}={_default_narrow_layout()}", then=", whose rows SGLang's kernels read"
         )
-        ours = f"{LAYOUT.flag} {layout}"
+        ours = f"{LAYOUT.flag} {server.layout}"
         check_features(READER_FEATURES, server, ours, lambda flag: (narrow, leave_out(flag)))
+
+
+def check_copies(server: Server) -> None:
+    """Refuse implementations that copy a whole pool."""
+    layout = server.layout
     copied = SGLANG_READERS[layout].dsa_copied
-    wrong = _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied)
+    wrong = _given(_IMPLEMENTATION_FIELDS, server.view, lambda value: value in copied)
     if wrong:
         other = _other_layout(server)
         raise Refusal(

@@ -87,7 +87,7 @@ def test_targets(build, name, kind, layers):
 @pytest.mark.parametrize("kind", ["lightning", "kda-v3"])
 def test_drafts_in_the_same_checkpoint(build, kind):
     """Their only layer has number 0 in SGLang's pool, whatever its number in the checkpoint."""
-    from sgl_kvpool.sglang_plugin.pool_request import collect_k_scales
+    from sgl_kvpool.srt.pool.k_scales import collect_k_scales
 
     model = build("NextN", kind)
     assert {m.layer_id for m in attentions(model).values()} == {0}
@@ -100,7 +100,7 @@ def test_drafts_in_the_same_checkpoint(build, kind):
 
 def test_scales_of_linear_layers_are_not_those_of_rows(build):
     """SGLang's loader sets a k_scale on every module of the class; the pool refuses layers without rows."""
-    from sgl_kvpool.sglang_plugin.pool_request import collect_k_scales
+    from sgl_kvpool.srt.pool.k_scales import collect_k_scales
 
     model = build("BailingMoeV2_5", "lightning")
     for module in attentions(model).values():

@@ -294,7 +294,7 @@ def scheduler_of(graph=None, mode="null"):
 @pytest.fixture
 def followed(monkeypatch):
     """`followed(pool, model)`: the k_scales of a pool follow those of a model."""
-    from sgl_kvpool.sglang_plugin.pool_request import checked_k_scales
+    from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 
     monkeypatch.setattr(weights, "_followed", [])
 
