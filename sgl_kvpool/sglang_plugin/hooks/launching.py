@@ -107,8 +107,7 @@ def _describe_when_ready(launched, server_args) -> None:
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
     """Refuse a layout if Ray launches the schedulers; `RayEngine(...)` has no argument that shows this."""
-    layout = options.config_of(server_args).layout
-    if layout is not None:
+    if (layout := options.config_of(server_args).layout) is not None:
         raise Refusal(
             f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins",
             *("use sglang.Engine", leave_out(options.LAYOUT.flag, text="leave out the layout")),

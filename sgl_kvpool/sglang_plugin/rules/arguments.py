@@ -77,8 +77,7 @@ def check(server_args: Any) -> options.KVPoolConfig:
 
     The fields of `server_args` hold the user's values.
     """
-    wrong = options.environment_problems()
-    if wrong:
+    if wrong := options.environment_problems():
         raise Refusal("; ".join(wrong))
     config = options.decided(server_args)
     server = Server(server_args, config=config, view=server_args)

@@ -55,8 +55,7 @@ def check(server: Server) -> None:
     ):
         if unfit:
             raise Refusal(f"{ours} and {name}: {reason}", out)
-    found = first_in_use(DCP_FEATURES, server)
-    if found is not None:
+    if (found := first_in_use(DCP_FEATURES, server)) is not None:
         feature, text = found
         ways = leave_out_one("--dcp-size", feature.flag, text="leave out one of them")
         raise Refusal(f"{ours} and {text}: {feature.reason}", *ways)

@@ -54,8 +54,7 @@ def check_server(server: Server) -> None:
             "attention need the rows of a layer to be adjacent",
             leave_out(ARRANGEMENT.flag),
         )
-    wrong = _given(BACKEND_FIELDS, server.server_args, lambda value: value not in _NAMES)
-    if wrong:
+    if wrong := _given(BACKEND_FIELDS, server.server_args, lambda value: value not in _NAMES):
         raise _not_sparse(" and ".join(wrong), name, _leave_out(wrong, _THEN))
     if not server.has_own_draft:
         check_draft_backend(server, server.server_args.speculative_draft_attention_backend)
@@ -67,8 +66,7 @@ def declare_implementations(server: Server) -> dict[str, str] | None:
     if sglang_dsa_reads(layout):
         return None
     _check_reader(server)
-    wrong = _given(_IMPLEMENTATION_FIELDS, server.server_args, lambda value: value != SPARSE_BF16)
-    if wrong:
+    if wrong := _given(_IMPLEMENTATION_FIELDS, server.server_args, lambda value: value != SPARSE_BF16):
         raise UnsupportedCombination(
             f"{' and '.join(wrong)} cannot read rows of {LAYOUT.flag} {layout}",
             _leave_out(
@@ -196,8 +194,7 @@ def check_copies(server: Server) -> None:
     """Refuse implementations that copy a whole pool."""
     layout = server.layout
     copied = SGLANG_READERS[layout].dsa_copied
-    wrong = _given(_IMPLEMENTATION_FIELDS, server.view, lambda value: value in copied)
-    if wrong:
+    if wrong := _given(_IMPLEMENTATION_FIELDS, server.view, lambda value: value in copied):
         other = _other_layout(server)
         raise Refusal(
             f"{' and '.join(wrong)} would quantise the whole pool of a layer in every call with "

@@ -58,8 +58,7 @@ def check_features(
     features: Iterable[Feature], server: Server, ours: str, ways_of: Callable[[str], Iterable[Way]]
 ) -> None:
     """Refuse a feature that a server uses and that does not work with `ours`; its flag has the ways out."""
-    found = first_in_use(features, server)
-    if found is not None:
+    if (found := first_in_use(features, server)) is not None:
         feature, text = found
         ways = ways_of(feature.flag.split()[0])
         raise Refusal(f"{text} does not work with {ours}: {feature.reason}", *ways)
