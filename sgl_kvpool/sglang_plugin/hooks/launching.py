@@ -102,7 +102,7 @@ def _describe_when_ready(launched, server_args) -> None:
     def wait_for_ready() -> None:
         wait()
         for info in launched.scheduler_infos:
-            info.update(layout_info(server_args))
+            info.update({**layout_info(server_args), **info})  # schedulers know what is in use
 
     launched.wait_for_ready = wait_for_ready
 
