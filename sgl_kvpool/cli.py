@@ -181,11 +181,9 @@ def _demo_cluster(arguments: argparse.Namespace) -> int:
     from sgl_kvpool.demo.cluster import compare
     from sgl_kvpool.demo.compare import has_room_for_host_tier
 
-    unused = [flag for flag in ("model", "windows") if getattr(arguments, flag) is not None]
-    if unused:
+    if unused := [flag for flag in ("model", "windows") if getattr(arguments, flag) is not None]:
         raise ValueError(f"--cluster serves model bytes and scores no windows; leave out --{unused[0]}")
-    missing = compare.missing_packages()
-    if missing:
+    if missing := compare.missing_packages():
         raise ValueError(
             f"--cluster needs {', '.join(missing)}, which this environment lacks; "
             "pip install 'sgl-kvpool[distributed]'"

@@ -161,8 +161,7 @@ def _select(
         # SGLang's own rule, by which its q8 prefill gathers rows of every layout.
         ragged = mode == "EXTEND" and (prefill == _SPARSE_Q8 or _reads_gathered(prefill, layout))
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
-    problem = _problem(layout, prefill, decode)
-    if problem is not None:
+    if (problem := _problem(layout, prefill, decode)) is not None:
         raise UnsupportedCombination(
             problem, nearest_pair(layout, prefill, decode), _nearest(layout, prefill, decode)
         )
@@ -291,8 +290,7 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
                 f"DSA {side} {name}{attended} cannot read rows of KV cache layout {layout} with pooled index "
                 "keys (index_kpool above 1)",
             )
-    problem = _problem(layout, prefill, decode)
-    if problem is not None:
+    if (problem := _problem(layout, prefill, decode)) is not None:
         raise _kpool_unsupported(layout, problem)
 
 

@@ -328,8 +328,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     check_sizes(config)
     texts = config.get("text_config")
     config = {**config, **(texts if isinstance(texts, dict) else {})}
-    missing = [name for name in ("kv_lora_rank", "qk_rope_head_dim") if config.get(name) is None]
-    if missing:
+    if missing := [name for name in ("kv_lora_rank", "qk_rope_head_dim") if config.get(name) is None]:
         raise ValueError(
             f"--model {arguments.model} is not an MLA model: its config.json has no {' and '.join(missing)}"
         )

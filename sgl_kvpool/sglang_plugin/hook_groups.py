@@ -171,8 +171,7 @@ def named(text: str) -> tuple[HookGroup, ...]:
 def require(groups: Iterable[HookGroup], *, applied: bool = False) -> None:
     """Raise a Refusal that names the first of the groups that does not work on the installed SGLang."""
     for group in groups:
-        problem = group.problem(applied=applied)
-        if problem is not None:
+        if (problem := group.problem(applied=applied)) is not None:
             raise Refusal(problem)
 
 

@@ -132,8 +132,7 @@ def check_gpu(what: str, remedy: str) -> None:
     """Refuse `what`, which needs our decode, on a GPU that does not run it."""
     import torch
 
-    problem = gpu_problem(torch.cuda.get_device_capability())
-    if problem is not None:
+    if (problem := gpu_problem(torch.cuda.get_device_capability())) is not None:
         raise Refusal(f"{what} {problem}; {remedy}")
 
 

@@ -232,8 +232,7 @@ def _paired_rows(
     a, b = _row_runs(ours.runs, rows), _row_runs(theirs.runs, rows)
     run = _copy_run(source, a, target, b, a.run_bytes)
     numbers = (*run.bytes_fields, b.run_bytes)
-    odd = [number for number in numbers if number % CONVERTED_ALIGNMENT_BYTES]
-    if odd:
+    if odd := [number for number in numbers if number % CONVERTED_ALIGNMENT_BYTES]:
         raise ValueError(
             f"rows of layer {ours.layer_id} do not all begin at a multiple of {CONVERTED_ALIGNMENT_BYTES} "
             f"bytes ({odd[0]}), which conversions need; use --kv-host-layout same"

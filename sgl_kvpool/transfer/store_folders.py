@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.folders import exposure, make_private
+from sgl_kvpool.folders import exposure
 from sgl_kvpool.refusal import Refusal
 
 
@@ -33,7 +33,7 @@ class FileStore:
             try:  # SGLang takes the first that is active
                 plugin = next(name for name, item in plugins.items() if item.get("active") in yes).upper()
             except (AttributeError, StopIteration):
-                found = ", ".join(plugins) if isinstance(plugins, dict) else type(plugins).__name__
+                found = ", ".join(map(str, plugins)) if isinstance(plugins, dict) else type(plugins).__name__
                 raise Refusal(
                     f'"plugin" of --hicache-storage-backend-extra-config ({found or "empty"}) has no active '
                     'plugin; give one, as {"plugin": {"posix": {"active": true}}} does'
@@ -43,14 +43,9 @@ class FileStore:
         named = (os.environ.get(self.variable) or self.default).split(",")
         return [Path(name.strip()) for name in named if name.strip()]
 
-    def make_private(self, folder: Path) -> None:
-        """Make a folder that only this account can enter, unless it exists; Refusal if that fails."""
-        make_private(folder, self.variable, " of the store")
-
     def warning(self, folder: Path) -> str | None:
         """Warning about a folder that other accounts can reach, and what to change; None if they cannot."""
-        facts = exposure(folder)
-        if facts is None:
+        if (facts := exposure(folder)) is None:
             return None
         return (
             f"other accounts can read or replace pages of the store in {folder}: {facts}; use a folder that "

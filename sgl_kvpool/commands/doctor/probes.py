@@ -103,8 +103,7 @@ def plugin() -> Finding:
             "folder on PYTHONPATH is not enough"
         )
     finding.facts[env.SGLANG_PLUGINS] = os.environ.get(env.SGLANG_PLUGINS) or None
-    problem = env.plugin_list_problem()
-    if problem:
+    if problem := env.plugin_list_problem():
         finding.problems.append(problem)
     finding.facts |= {name: env.text(name) for name in env.VARIABLES if env.text(name) is not None}
     finding.problems += environment_problems()

@@ -40,8 +40,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
     if not file.is_file():  # a format or a place that only SGLang knows
         return
     given = {name for name, _ in _fields(json.loads(file.read_text(encoding="utf-8", errors="replace")))}
-    missing = [names[0] for names in _GEOMETRY if not given.intersection(names)]
-    if missing:
+    if missing := [names[0] for names in _GEOMETRY if not given.intersection(names)]:
         raise IncompleteConfig(
             f"config.json of {model_name(model_config)} lacks {' and '.join(missing)}, which the cache's "
             "size depends on, and another model's default would be used; take the checkpoint's config.json"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
+from sgl_kvpool.folders import make_private
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
@@ -136,7 +137,7 @@ def _name_rows(tier: Any, pools: Sequence[Any]) -> None:
 
 @around("sglang.srt.managers.scheduler.Scheduler.get_init_info", "host tier")
 def _get_init_info(original, self):
-    """Report whether ranks share the host tier, which the launcher cannot know."""
+    """Report whether ranks share the host tier."""
     return {**original(self), HOST_SHARING.name: host_tier_of(self.server_args).sharing}
 
 
@@ -207,9 +208,8 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
                 "--served-model-name"
             )
     for folder in folders:
-        store.make_private(folder)
-        warning = store.warning(folder)
-        if warning is not None:
+        make_private(folder, store.variable, " of the store")
+        if (warning := store.warning(folder)) is not None:
             logger.warning("sgl-kvpool: %s", warning)
     weights.attach()
     if holds_our_rows(pool):

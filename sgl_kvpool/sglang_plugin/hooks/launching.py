@@ -92,10 +92,8 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
 
 
 def _describe_when_ready(launched, server_args) -> None:
-    """Add the layout in use to what the schedulers report when they are ready.
-
-    SGLang puts this report into the answers of `/server_info`, gRPC and the Engine, and hands it to processes
-    that answer without loading plugins (`--tokenizer-worker-num`, `Engine.attach_tokenizer_worker`).
+    """Add the layout in use to the schedulers' reports, which SGLang puts into the answers of `/server_info`,
+    gRPC and the Engine, also by processes that load no plugins (`--tokenizer-worker-num`).
     """
     wait = launched.wait_for_ready
 
@@ -109,8 +107,7 @@ def _describe_when_ready(launched, server_args) -> None:
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
     """Refuse a layout if Ray launches the schedulers; `RayEngine(...)` has no argument that shows this."""
-    layout = options.layout_of(server_args)
-    if layout is not None:
+    if (layout := options.layout_of(server_args)) is not None:
         raise Refusal(
             f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
             "use sglang.Engine, or leave out the layout"

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 
@@ -26,7 +26,6 @@ from sgl_kvpool.sglang_plugin.hooks.disaggregation import PeerMismatch, check_pe
 from sgl_kvpool.sglang_plugin.registry import around, uses
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 #: How a request names a rank.
 _RANK = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
@@ -62,13 +61,13 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _start(work: Coroutine[Any, Any, _T]) -> Future[_T]:
+def _start(work: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Let the thread do some work; if no thread can be started, the work fails."""
     try:
         return asyncio.run_coroutine_threadsafe(work, _loop())
     except RuntimeError as error:
         work.close()
-        failed: Future[_T] = Future()
+        failed: Future[Any] = Future()
         failed.set_exception(error)
         return failed
 

@@ -156,8 +156,7 @@ def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None
     tier, ours = _of_states(controller, transfers)
     for transfer in ours:
         # A node's state is loaded into its own slot and into the request's: one host slot, in two transfers.
-        problem = tier.host_indices_problem(transfer.host_indices)
-        if problem is not None:
+        if (problem := tier.host_indices_problem(transfer.host_indices)) is not None:
             return f"states: {problem}"
     return None
 

@@ -81,8 +81,7 @@ def check(server_args: Any) -> dict[options.Option, str]:
 
     The fields of `server_args` hold the user's values.
     """
-    wrong = options.environment_problems()
-    if wrong:
+    if wrong := options.environment_problems():
         raise Refusal("; ".join(wrong))
     requested = {option: option.resolve(server_args) for option in options.OPTIONS}
     if requested[options.LAYOUT] == options.LAYOUT.default:
@@ -149,8 +148,7 @@ def _check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: Any) -> None:
 
 
 def refuse_bad(number: Number, server_args: Any) -> None:
-    problem = number.problem(getattr(server_args, number.field))
-    if problem is not None:
+    if (problem := number.problem(getattr(server_args, number.field))) is not None:
         raise Refusal(problem)
 
 

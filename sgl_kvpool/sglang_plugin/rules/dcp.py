@@ -54,8 +54,7 @@ def check(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
     ):
         if unfit:
             raise Refusal(f"{ours} and {model_name(model_config)}: {reason}; leave it out")
-    found = first_in_use(DCP_FEATURES, view)
-    if found is not None:
+    if (found := first_in_use(DCP_FEATURES, view)) is not None:
         feature, text = found
         raise Refusal(f"{ours} and {text}: {feature.reason}; leave out one of them")
     if env.flag(env.PREFILL_READS_ROWS):

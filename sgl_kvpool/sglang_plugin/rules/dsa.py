@@ -56,8 +56,7 @@ def prepare(
             f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
             "need the rows of a layer to be adjacent; leave it out"
         )
-    wrong = _given(BACKEND_FIELDS, server_args, lambda value: value not in _NAMES)
-    if wrong:
+    if wrong := _given(BACKEND_FIELDS, server_args, lambda value: value not in _NAMES):
         raise _not_sparse(" and ".join(wrong), name, _leave_out(wrong))
     if not has_own_draft(server_args):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
@@ -65,8 +64,7 @@ def prepare(
     if sglang_dsa_reads(layout):
         return declared
     _check_reader(layout, model_config)
-    wrong = _given(_IMPLEMENTATION_FIELDS, server_args, lambda value: value != SPARSE_BF16)
-    if wrong:
+    if wrong := _given(_IMPLEMENTATION_FIELDS, server_args, lambda value: value != SPARSE_BF16):
         raise UnsupportedCombination(
             f"{' and '.join(wrong)} cannot read rows of {LAYOUT.flag} {layout}",
             f"{_leave_out(wrong)}, and prefill uses {SPARSE_BF16} over decoded rows, and decode uses "
@@ -167,8 +165,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         )
         check_features(READER_FEATURES, view, f"{LAYOUT.flag} {layout}", remedy)
     copied = SGLANG_READERS[layout].dsa_copied
-    wrong = _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied)
-    if wrong:
+    if wrong := _given(_IMPLEMENTATION_FIELDS, view, lambda value: value in copied):
         other = _other_layout(layout, model_config, view)
         raise Refusal(
             f"{' and '.join(wrong)} would quantise the whole pool of a layer in every call with "

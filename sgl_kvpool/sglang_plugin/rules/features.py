@@ -53,8 +53,7 @@ def first_in_use(features: Iterable[Feature], view: Any) -> tuple[Feature, str] 
 
 def check_features(features: Iterable[Feature], view: Any, ours: str, remedy: str = "leave it out") -> None:
     """Refuse a feature that a server uses and that does not work with `ours`."""
-    found = first_in_use(features, view)
-    if found is not None:
+    if (found := first_in_use(features, view)) is not None:
         feature, text = found
         raise Refusal(f"{text} does not work with {ours}: {feature.reason}; {remedy}")
 

@@ -134,8 +134,7 @@ def check_host_model(
             f"host tier of sgl-kvpool; {remedy}"
         )
     rows = row_format_of(model_config, layout)
-    problem = host_layout_problem(rows, options.host_layout(layout))
-    if problem is not None:
+    if (problem := host_layout_problem(rows, options.host_layout(layout))) is not None:
         raise Refusal(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
 
 

@@ -76,8 +76,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         **kwargs,
     ) -> None:
         pools = (kv_pool, *draft_pools)
-        other = [type(pool).__name__ for pool in pools if not isinstance(pool, LayoutMLATokenToKVPool)]
-        if other:
+        if other := [type(pool).__name__ for pool in pools if not isinstance(pool, LayoutMLATokenToKVPool)]:
             raise TypeError(f"{type(self).__name__} is for pools with a layout, not {', '.join(other)}")
         assert layout in HOST_LABELS, layout
         tags = [pool.row_format.tag for pool in pools]
@@ -89,8 +88,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         # Set before the base class's constructor runs, because that calls the overrides below.
         self._options: HostTierOptions = kv_pool.host_tier
         host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
-        problem = host_layout_problem(kv_pool.row_format, host_layout)
-        if problem is not None:
+        if (problem := host_layout_problem(kv_pool.row_format, host_layout)) is not None:
             raise Refusal(f"--kv-host-layout {host_layout} does not work: {problem}")
         self._device_rows = kv_pool.row_format
         self.row_format = self._device_rows.in_layout(host_layout)

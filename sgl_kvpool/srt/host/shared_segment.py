@@ -165,7 +165,7 @@ class SharedSegment:
         return problem is None
 
     def _fault_in(self, begin: int, end: int) -> OSError | None:
-        """Fault in memory now, as it takes a second per few GB. Returns the kernel's error, None without one."""
+        """Fault in memory now, since a few GB take a second; the kernel's error, None without one."""
         assert self._mapping is not None
         last_logged = time.monotonic()
         for offset in range(begin, end, _STEP_BYTES):

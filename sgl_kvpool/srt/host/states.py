@@ -71,8 +71,7 @@ class StateView:
         for place, pool in enumerate(pools):
             view = canonical_view(pool)
             group = view.group("state")
-            extra = sorted({layer.part for layer in group.layers if layer.layer_id is None})
-            if extra:
+            if extra := sorted({layer.part for layer in group.layers if layer.layer_id is None}):
                 raise Refusal(
                     f"{type(pool).__name__} keeps {', '.join(extra)} beside the states of its layers, which "
                     "the host tier does not carry; leave out --enable-hierarchical-cache or --kv-cache-layout"
