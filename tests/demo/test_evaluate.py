@@ -17,6 +17,7 @@ from sgl_kvpool.cli import main
 from sgl_kvpool.demo import evaluate, report
 from sgl_kvpool.demo.measure import Scores, compare_scores, divergence, find_passkeys, passkey_prompt
 from sgl_kvpool.demo.model import model_path
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 
 def best(log_probabilities, count):
@@ -147,6 +148,12 @@ def test_sparse_attention_needs_the_radix_cache(sparse):
         subject_of(sparse, "--", "--disable-radix")
     assert subject_of(sparse).prefix_tokens == 512
     assert subject_of(model_path(), "--", "--disable-radix").prefix_tokens == 0
+
+
+def test_the_server_is_started_where_it_is_asked(tmp_path):
+    """A published command has the machine's address; of two, SGLang's parser takes the last."""
+    subject = subject_of(model_path(), "--", "--host", "192.0.2.1")
+    assert subject.server(MLAKVCacheLayout.FP4, tmp_path / "log").arguments[-2:] == ["--host", "127.0.0.1"]
 
 
 def rewrite(path):
