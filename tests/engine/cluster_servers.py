@@ -204,12 +204,6 @@ def interrupted(number):
             )
             assert process.poll() is None, printed.read_text()
             children = psutil.Process(process.pid).children(recursive=True)
-            listening = [
-                (one.laddr.ip, " ".join(child.cmdline()))
-                for child in children
-                for one in child.net_connections("inet")
-                if one.status == psutil.CONN_LISTEN and not one.laddr.ip.startswith("127.")
-            ]
             process.send_signal(number)
             status = process.wait(timeout=120)
         finally:
@@ -217,7 +211,6 @@ def interrupted(number):
         time.sleep(1)
         return {
             "children": len(children),
-            "listening": listening,
             "left": [str(child) for child in children if child.is_running()],
             "status": status,
             "printed": printed.read_text(),
