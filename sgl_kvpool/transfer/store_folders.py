@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.folders import exposure
+from sgl_kvpool.folders import exposure, make_private
 from sgl_kvpool.refusal import Refusal
 
 
@@ -42,6 +42,10 @@ class FileStore:
             return []
         named = (os.environ.get(self.variable) or self.default).split(",")
         return [Path(name.strip()) for name in named if name.strip()]
+
+    def make_private(self, folder: Path) -> None:
+        """Make a folder that only this account can enter, unless it exists; Refusal if that fails."""
+        make_private(folder, self.variable, " of the store")
 
     def warning(self, folder: Path) -> str | None:
         """Warning about a folder that other accounts can reach, and what to change; None if they cannot."""

@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.folders import exposure, make_private
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.transfer.store_folders import FILE_STORES
+from sgl_kvpool.transfer.store_folders import FILE_STORES, exposure
 
 FILE, NIXL = FILE_STORES["file"], FILE_STORES["nixl"]
 
 
 def test_a_folder_that_the_server_makes_is_its_own(tmp_path):
     folder = tmp_path / "new" / "store"
-    make_private(folder, FILE.variable)
+    FILE.make_private(folder)
     assert folder.stat().st_mode & 0o7777 == 0o700
     assert exposure(folder) is None
     folder.chmod(0o750)  # a group is taken as intended
-    make_private(folder, FILE.variable)  # an existing folder keeps its mode
+    FILE.make_private(folder)  # an existing folder keeps its mode
     assert folder.stat().st_mode & 0o7777 == 0o750
     assert exposure(folder) is None
 
@@ -80,7 +79,7 @@ def test_links_in_a_circle_and_folders_that_cannot_be_made(tmp_path, monkeypatch
     with pytest.raises(
         Refusal, match=r"^the folder .*/file/store of the store cannot be made \(Not a dir.*set "
     ):
-        make_private(tmp_path / "file" / "store", FILE.variable, " of the store")
+        FILE.make_private(tmp_path / "file" / "store")
 
 
 def test_which_folders_sglang_uses(tmp_path, monkeypatch, published):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.folders import make_private
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
@@ -208,7 +207,7 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
                 "--served-model-name"
             )
     for folder in folders:
-        make_private(folder, store.variable, " of the store")
+        store.make_private(folder)
         if (warning := store.warning(folder)) is not None:
             logger.warning("sgl-kvpool: %s", warning)
     weights.attach()
