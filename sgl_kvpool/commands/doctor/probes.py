@@ -129,21 +129,15 @@ def hook_groups() -> tuple[Any, ...]:
 
 
 def hook_points() -> Finding:
-    """Which hook groups work on the installed SGLang. Imports SGLang."""
-    from sgl_kvpool.sglang_plugin.hook_points import check
+    """Hook groups that fail on the installed SGLang, and its differences from the tested one. Imports it."""
+    from sgl_kvpool.sglang_plugin import fingerprint
 
-    finding = Finding({"checked": 0, "hold": 0})
-    for group in hook_groups():
-        points = group.points()
-        problems = check(points)
-        finding.facts["checked"] += len(points)
-        finding.facts["hold"] += len(points) - len(problems)
-        finding.facts[group.name] = f"{len(points)} hook points hold"
-        if problems:
-            finding.facts[group.name] = (
-                f"{len(problems)} of {len(points)} hook points fail; leave out {group.leave_out}"
-            )
-        finding.problems += [f"{group.name}: {problem}" for problem in problems]
+    groups = hook_groups()
+    failing = fingerprint.failing(groups)
+    finding = Finding({"checked": sum(len(group.points()) for group in groups)})
+    finding.facts["hold"] = finding.facts["checked"] - sum(map(len, failing.values()))
+    finding.problems = fingerprint.lines(failing)
+    finding.notes = fingerprint.lines(fingerprint.differences(groups))
     return finding
 
 

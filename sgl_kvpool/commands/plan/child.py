@@ -39,10 +39,9 @@ def main() -> int:
 
     from sgl_kvpool import env
     from sgl_kvpool.commands.doctor.probes import hook_groups
-    from sgl_kvpool.sglang_plugin.hook_points import version_problem
+    from sgl_kvpool.sglang_plugin import fingerprint
 
-    problem = version_problem()
-    if problem is not None and not env.flag(env.ALLOW_UNTESTED):
+    if not env.flag(env.ALLOW_UNTESTED) and (problem := fingerprint.problem()):
         sys.exit(problem)
     load_plugins()
     # A server on the described GPU checks its hook groups. Some of their modules look for a GPU when they are

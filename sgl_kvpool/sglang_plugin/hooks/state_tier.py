@@ -190,7 +190,7 @@ def join_states(controller: Any, operation: Any) -> None:
     operation.pool_transfers = [*others, joined]
 
 
-@around(f"{_TREE}.init_load_back", "host tier of hybrid models")
+@around(f"{_TREE}.init_load_back", "host tier of hybrid models", repairs="#30986 mended a part")
 def _init_load_back(original, self, params):
     """After a load that was a miss, give the request the state of the prefix from which it continues.
 
@@ -214,7 +214,7 @@ def _init_load_back(original, self, params):
     return found
 
 
-@around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models")
+@around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models", repairs="#36770, #40128, open")
 def _evict_for_alloc(original, self, params, **kwargs):
     """Where too few states can be evicted, wait for the copies that lock states, then evict again.
 
