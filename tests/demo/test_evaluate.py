@@ -87,12 +87,12 @@ def test_accepted_drafts():
 
     def generate(input_ids, sampling_params):
         asked.append((list(map(len, input_ids)), sampling_params["max_new_tokens"]))
-        counts = [(4, 6), (0, 0), (8, 4), (5, 15)][: len(input_ids)]
+        counts = [(4, 6), (0, 0), (8, 0), (5, 15)][: len(input_ids)]
         names = "spec_verify_ct", "spec_num_correct_drafts"
         return [{"meta_info": dict(zip(names, pair, strict=True)) if pair[0] else {}} for pair in counts]
 
     server = SimpleNamespace(generate=generate)
-    assert accepted_drafts(server, [[1] * 200] * 5) == [1.5, 0.5, 3.0, 1.5]
+    assert accepted_drafts(server, [[1] * 200] * 5) == [1.5, 0.0, 3.0, 1.5]
     assert asked == [([150] * 4, 50), ([150], 50)]
     assert accepted_drafts(SimpleNamespace(generate=lambda **_: [{"meta_info": {}}]), [[1] * 2000]) == []
 
