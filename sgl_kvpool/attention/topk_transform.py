@@ -157,7 +157,13 @@ def _select(
     if index_kpool > 1:
         if _is_kpool_pair_of_ours(layout, prefill, decode):
             return TopkTransform.PAGED
-        _check_kpool_layout(layout, prefill, decode)
+        if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
+            raise _kpool_unsupported(
+                layout,
+                f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled "
+                "index keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or "
+                "trtllm",
+            )
         # SGLang's own rule, by which its q8 prefill gathers rows of every layout.
         ragged = mode == "EXTEND" and (prefill == _SPARSE_Q8 or _reads_gathered(prefill, layout))
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
@@ -251,7 +257,6 @@ _KPOOL_FP8 = ("tilelang", "tilelang")
 
 
 def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCombination:
-    """The error for a model with pooled index keys."""
     fp8, flags = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, ("--dsa-prefill-backend", "--dsa-decode-backend")
     pair = " ".join(map(" ".join, zip(flags, _KPOOL_FP8, strict=True)))
     remedy = f"use --kv-cache-layout {fp8} {pair}"
@@ -262,15 +267,6 @@ def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCom
 
 def _is_kpool_pair_of_ours(layout: MLAKVCacheLayout, prefill: str, decode: str) -> bool:
     return not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, KVPOOL_DECODE)
-
-
-def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> None:
-    if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
-        raise _kpool_unsupported(
-            layout,
-            f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled index "
-            "keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or trtllm",
-        )
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
@@ -296,13 +292,11 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
 
 def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
     """Text that proposes the working pair nearest to the requested pair, by names that a user can pass."""
-    if not sglang_dsa_reads(layout):
-        return (
-            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, the default of "
-            f"this layout: {SPARSE_BF16} over decoded rows and, for decode, {KVPOOL_DECODE}"
-        )
     best = _nearest(layout, prefill, decode)
-    return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"
+    text = f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"
+    if sglang_dsa_reads(layout):
+        return text
+    return f"{text}, the default of this layout: {best[0]} over decoded rows and, for decode, {KVPOOL_DECODE}"
 
 
 def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:

@@ -50,7 +50,6 @@ class Finding:
 
 
 def processor() -> str:
-    """Name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -69,7 +68,6 @@ def machine() -> dict[str, Any]:
 
 
 def packages() -> Finding:
-    """Versions of Python and of the relevant distributions."""
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})

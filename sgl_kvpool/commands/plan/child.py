@@ -28,7 +28,6 @@ _MODULES = (
 
 
 def main() -> int:
-    """Answer one request; returns the exit status."""
     answers = Answers()
     request = json.load(sys.stdin)
     import importlib
@@ -166,10 +165,7 @@ def _failing_line(error: BaseException) -> str:
 
 
 def _describe(machine: Any) -> None:
-    """Make SGLang see the GPUs of a machine from now on; modules with its rules must be imported before.
-
-    The description cannot be undone.
-    """
+    """Make SGLang see a machine's GPUs, for good; modules with its rules must be imported before."""
     import torch
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.utils import common

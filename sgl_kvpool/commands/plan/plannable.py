@@ -48,10 +48,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """Raise ValueError if a size in config.json is not a whole number above 0 (rope: 0 or more).
-
-    SGLang does not check this.
-    """
+    """Raise ValueError unless sizes are whole numbers above 0 (rope: 0 or more); SGLang does not check."""
     names = {"max_position_embeddings", *(name for names in _GEOMETRY for name in names)}
     for name, value in _fields(config):
         least = 0 if name == "qk_rope_head_dim" else 1

@@ -250,7 +250,6 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
 
     @overrides
     def get_size_per_token(self) -> int:
-        """Bytes of a token in all layers, with its share of padding and checksum."""
         # SGLang also calls this before it has set the page size.
         return self.page_format.bytes_per_token(self._tokens_per_page)
 

@@ -64,12 +64,10 @@ class NodeRanks:
 
     @property
     def count(self) -> int:
-        """Number of ranks on this machine."""
         return len(self.members)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the first rank of the machine."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:

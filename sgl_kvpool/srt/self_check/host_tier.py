@@ -139,7 +139,6 @@ class _TierCheck:
             )
 
     def restore(self) -> None:
-        """Restore all bytes and free all slots."""
         for pages, former in self._former:
             pages.write(former)
         for slots in self._taken:
