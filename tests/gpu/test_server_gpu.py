@@ -205,8 +205,8 @@ def ask(shape, name, model, log, importing=None):
         from emulated_cuda.conftest import OPTIONS
 
         environment = {**OPTIONS, **environment}
-        # SGLang captures 22 sizes of prefills, for 4 s each.
-        command += ["--cuda-graph-bs-prefill", "64", str(CHUNK)]
+        # SGLang captures 22 sizes of prefills, for 4 s each, and with MTP 8 of decoding, for 10 s each.
+        command += ["--cuda-graph-bs-prefill", "64", str(CHUNK), "--cuda-graph-bs-decode", "1", "4", "8"]
     if shape in random_hybrid.CONFIGS:
         # SGLang would take half of the pool's memory for states; a running request has five.
         command += ["--max-running-requests", "8", "--max-mamba-cache-size", "64"]
