@@ -28,7 +28,8 @@ checked. The real ones are kernels on the current stream, and access no memory o
 | sglang.kernels | `get_max_active_clusters` | a number | | nothing |
 | sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | | nothing |
 
-Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and `fast_topk*`.
+Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and `fast_topk*`, and
+`fused_metadata_copy*` of `load_jit`, instead of which SGLang copies tensor by tensor.
 """
 
 from __future__ import annotations

@@ -22,23 +22,9 @@ import torch
 import triton
 
 __all__ = [
-    "HOST",
-    "Event",
-    "OrderFault",
-    "Shadow",
-    "Stream",
-    "access",
-    "access_bytes",
-    "carry_out_before",
-    "current_stream",
-    "default_stream",
-    "not_ordered_before_reuse",
-    "place",
-    "set_stream",
-    "sleep",
-    "stream_of",
-    "synchronize",
-    "write_later",
+    *("HOST", "Event", "OrderFault", "Shadow", "Stream", "access", "access_bytes", "carry_out_before"),
+    *("current_stream", "default_stream", "not_ordered_before_reuse", "place", "set_stream", "sleep"),
+    *("stream_of", "synchronize", "write_later"),
 ]
 
 HOST = 0
@@ -416,7 +402,8 @@ def not_ordered_before_reuse(
 ) -> str | None:
     """A stream whose last access the next one of the owner (None: the host) would not wait for."""
     clock = {} if owner is None else dict(owner.clock)
-    _join(clock, _host)
+    for ordered in (_host, *(stream.clock for stream in recorded)):  # torch waits for recorded streams
+        _join(clock, ordered)
     safe = {HOST if owner is None else owner.agent, HOST, *(stream.agent for stream in recorded)}
     arrays = [shadow.written, *shadow.read.values()] if shadow.written is not None else []
     epochs = (
