@@ -53,7 +53,7 @@ CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "permute index keys": _p
 
 
 def _evict(scheduler):
-    """Push everything out to the host, and leave nothing on the device."""
+    """Push everything out to the host."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     scheduler.tree_cache.evict(EvictParams(num_tokens=1 << 20))
@@ -66,14 +66,14 @@ def _clear(scheduler):
 
 
 def install(flag):
-    """Let the scheduler change its caches as the file `flag` says."""
+    """Let the scheduler change its caches as the file `flag` says: `before a request,before decoding`."""
     import torch
     from sglang.srt.managers.scheduler import Scheduler
 
     run_batch, receive = Scheduler.run_batch, Scheduler.process_input_requests
 
     def run_changed(self, batch, *args, **options):
-        change = CHANGES.get(flag.read_text())
+        change = CHANGES.get(flag.read_text().partition(",")[2])
         if change is not None and batch.forward_mode.is_decode():
             torch.cuda.synchronize()
             if not change(self, batch):
@@ -82,20 +82,24 @@ def install(flag):
         return run_batch(self, batch, *args, **options)
 
     def receive_changed(self, requests):
-        if requests and flag.read_text() in ("evict", "clear"):
+        before, _, change = flag.read_text().partition(",")
+        if requests and before:
             torch.cuda.synchronize()
-            if flag.read_text() == "evict":
+            if before == "evict":
                 _evict(self)
             _clear(self)
             torch.cuda.synchronize()
-            flag.write_text("")
+            flag.write_text("," + change)
         return receive(self, requests)
 
     Scheduler.run_batch, Scheduler.process_input_requests = run_changed, receive_changed
 
 
 def main(model, flag, phases, **options):
-    """Answers to all prompts at once, in each of `phases` (name, what is done before), of one Engine."""
+    """Answers to all prompts at once, of one Engine.
+
+    `phases` are (name, before: "", "evict" or "flush", name of what is changed before decoding, or "").
+    """
     from emulated_cuda import memory
     from sgl_kvpool.demo import forks
 
@@ -108,13 +112,13 @@ def main(model, flag, phases, **options):
 
     engine = sglang.Engine(model_path=model, device="cuda", **COMMON | DRAFTS | options)
     answers, parameters = {}, {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-    for name, before in phases:
+    for name, before, change in phases:
         began = time.monotonic()
         if before == "flush":
             time.sleep(3)  # until pages are in the store
             assert engine.flush_cache().success
             before = "clear"
-        flag.write_text(before)
+        flag.write_text(f"{before},{change}")
         answers[name] = engine.generate(input_ids=prompts(), sampling_params=parameters)
         found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)

@@ -17,11 +17,11 @@ TIER = {
     "enable_hierarchical_cache": True, "hicache_ratio": 2, "hicache_storage_backend": "file",
     "hicache_storage_prefetch_policy": "wait_complete", "cuda_graph_bs_decode": [copying_engine.PROMPTS],
 }  # fmt: skip
-#: Name -> what is done to the caches before.
-PHASES = {
-    "computed": "", "device hit": "", "host hit": "evict", "file hit": "flush",
-    "permuted": "permute index keys", "zeroed": "zero rows of drafts",
-}  # fmt: skip
+#: Name, what is done to the caches before, and while the prompts are decoded; changed ones are loaded again.
+PHASES = [
+    ("computed", "", ""), ("device hit", "", ""), ("host hit", "evict", ""), ("file hit", "flush", ""),
+    ("zeroed", "", "zero rows of drafts"), ("permuted", "evict", "permute index keys"),
+]  # fmt: skip
 HITS = {"device hit": "device", "host hit": "host", "file hit": "storage"}
 
 
@@ -32,8 +32,7 @@ def answers(on_device, tmp_path_factory, request):
     model = str(copying_deepseek.write(folder / "model", request.param))
     options = {"kv_cache_layout": "fp4", **OPTIONS, **SPARSE_OPTIONS, **TIER}
     code = "from emulated_cuda import copying_engine\n"
-    phases = list(PHASES.items())
-    code += f"copying_engine.main({model!r}, {str(folder / 'flag')!r}, {phases!r}, **{options!r})"
+    code += f"copying_engine.main({model!r}, {str(folder / 'flag')!r}, {PHASES!r}, **{options!r})"
     (folder / "store").mkdir()
     done = on_device.run(
         code, limit_s=1500,
