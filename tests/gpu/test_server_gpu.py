@@ -42,6 +42,7 @@ EMULATED = os.environ.get("TEST_EMULATED") == "1"
 #: Rows that the emulated device does not run -> the kernels that it lacks.
 NOT_REPLACED = {
     ("deepseek_v32", "fp4-dense"): "FlashAttention 3",
+    ("deepseek_v32", "stock-mtp"): "sgl_kernel's fast_topk_transform_fused",
     ("glm5", "stock"): "FlashAttention 3",
 } if EMULATED else {}  # fmt: skip
 # A box may have SGLang without its largest wheels.
