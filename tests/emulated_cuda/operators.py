@@ -36,17 +36,8 @@ COUNTS = {"operators": 0, "launches": 0, "waits": 0, "libraries": 0}
 _MIXED = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "index_put"}
 #: Operators whose result, or its shape, the host has to know.
 _READS = {
-    *(
-        "_local_scalar_dense",
-        "nonzero",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "unique_dim",
-        "_unique2",
-        "allclose",
-    ),
-    *("unique_consecutive", "bincount", "repeat_interleave"),
+    *("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"),
+    *("allclose", "unique_consecutive", "bincount", "repeat_interleave"),
 }
 _MODES = {0: "default", 1: "warn", 2: "error"}
 _sync_mode = "default"
@@ -142,7 +133,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = _wrapped(out, on_device, fresh=not only_allocates)
     results = [x for x in tree_flatten(found)[0] if isinstance(x, CudaTensor)]
     known = {ALLOCATOR.of(unwrap(x)) for x in tensors}
-    new = [x.on_cpu for x in results if ALLOCATOR.of(x.on_cpu) not in known]
+    # Of the results, those that are not arguments, as FlashMLA's schedules are.
+    places = [n for n, x in enumerate(results) if ALLOCATOR.of(x.on_cpu) not in known]
+    new = [results[n].on_cpu for n in places]
     if not only_allocates:
         for x in new:
             touch(x, order.current_stream(), epoch, write=True)
@@ -153,9 +146,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def again() -> None:
             out, epoch = _carry_out(func, call, name, again_args, again_kwargs, where)
             values = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
-            for target, value in zip(targets, values, strict=bool(targets)):
+            for place, target in zip(places, targets, strict=True):
                 touch(target, order.current_stream(), epoch, write=True)
-                target.copy_(value)
+                target.copy_(values[place])
 
         graphs.record(str(func), again)
     return found

@@ -171,7 +171,8 @@ def not_ordered_before_reuse(
 ) -> str | None:
     """A stream whose last access the next one of the owner (None: the host) would not wait for."""
     clock = {} if owner is None else dict(owner.clock)
-    join(clock, HOST_CLOCK)
+    for ordered in (HOST_CLOCK, *(stream.clock for stream in recorded)):  # torch waits for recorded streams
+        join(clock, ordered)
     safe = {HOST if owner is None else owner.agent, HOST, *(stream.agent for stream in recorded)}
     arrays = [shadow.written, *shadow.read.values()] if shadow.written is not None else []
     epochs = (
