@@ -67,7 +67,7 @@ $(OTHER_VENV)/.installed: constraints.txt | $(STAMP)
 	  $(BIN)/uv pip install --no-deps --compile-bytecode --python $(OTHER_VENV)/bin/python -r - -e .
 	touch $@
 
-# Four servers, one after the other, and both releases' hook points: about four minutes.
+# Four servers, one after the other, and doctor: about four minutes.
 test-other-sglang: $(OTHER_VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m other_sglang tests/engine/test_other_sglang.py
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from sgl_kvpool import __version__
@@ -181,11 +182,9 @@ def _demo_cluster(arguments: argparse.Namespace) -> int:
     from sgl_kvpool.demo.cluster import compare
     from sgl_kvpool.demo.compare import has_room_for_host_tier
 
-    unused = [flag for flag in ("model", "windows") if getattr(arguments, flag) is not None]
-    if unused:
+    if unused := [flag for flag in ("model", "windows") if getattr(arguments, flag) is not None]:
         raise ValueError(f"--cluster serves model bytes and scores no windows; leave out --{unused[0]}")
-    missing = compare.missing_packages()
-    if missing:
+    if missing := [name for name in compare.NEEDED if find_spec(name) is None]:
         raise ValueError(
             f"--cluster needs {', '.join(missing)}, which this environment lacks; "
             "pip install 'sgl-kvpool[distributed]'"

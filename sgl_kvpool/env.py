@@ -20,6 +20,8 @@ OPTIONS = (
 CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 #: Internal: the file into which a child writes why it was refused at its start.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
+#: Internal: version of SGLang that a launcher has compared with the tested one, and found the same.
+CHILD_SAME_AS_TESTED = "_KVPOOL_CHILD_SAME_AS_TESTED"
 PREFILL_READS_ROWS = "KVPOOL_PREFILL_READS_ROWS"
 FIX_TOPK = "KVPOOL_FIX_TOPK"
 ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"

@@ -53,8 +53,7 @@ def own(folder: Path, variable: str) -> Path:
 
 def require_own(path: Path, variable: str) -> None:
     """Refusal if other accounts can change a file or folder of code or weights, which `variable` moves."""
-    facts = exposure(path, reading=False)
-    if facts is not None:
+    if (facts := exposure(path, reading=False)) is not None:
         raise Refusal(
             f"other accounts can change what is loaded from {path}: {facts}; use a folder that only this "
             f"account can write (chmod 700), or set {variable} to one"

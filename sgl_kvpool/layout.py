@@ -217,8 +217,7 @@ class MLAKVCacheLayout(StrEnum):
 
 def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
     """Raise RuntimeError if a table lacks a layout; `name` is the table's name and module for the message."""
-    missing = [layout.value for layout in MLAKVCacheLayout if layout not in table]
-    if missing:
+    if missing := [layout.value for layout in MLAKVCacheLayout if layout not in table]:
         raise RuntimeError(f"{name} has no line for KV cache layout {', '.join(missing)}; add one for each")
 
 

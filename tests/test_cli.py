@@ -53,7 +53,7 @@ def test_a_cluster_needs_its_packages_and_room_for_a_host_tier(capsys, monkeypat
     monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": 0}))
     assert main(["demo", "--cluster"]) == 2
     assert "--cluster needs a host tier: SGLang keeps 10 GiB" in capsys.readouterr().err
-    monkeypatch.setattr(clusters, "_NEEDED", ("mooncake", "no_such_router"))
+    monkeypatch.setattr(clusters, "NEEDED", ("mooncake", "no_such_router"))
     assert main(["demo", "--cluster"]) == 2
     assert "--cluster needs no_such_router" in capsys.readouterr().err
 

@@ -143,8 +143,7 @@ def scale(value: float) -> float:
 
 def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
     """Check the kernel's requirements on rows and device."""
-    problem = gpu_problem(torch.cuda.get_device_capability(pool.device))
-    if problem is not None:
+    if (problem := gpu_problem(torch.cuda.get_device_capability(pool.device))) is not None:
         raise RuntimeError(f"mla_decode {problem} ({pool.device}); serve with a stock attention backend")
     kernel_limits(pool, fmt)
 

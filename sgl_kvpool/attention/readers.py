@@ -199,8 +199,7 @@ def obstacle(arrangement: KVArrangement) -> str:
 
 def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:
     """Refuse backends that cannot read a pool; the message also names those that can."""
-    unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]
-    if unable:
+    if unable := [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]:
         raise Refusal(
             f"attention backend {', '.join(unable)} cannot read {arrangement} rows of KV cache layout "
             f"{layout}; backends that can: {', '.join(readers(layout, arrangement)) or 'none'}"

@@ -151,7 +151,13 @@ def _select(
     if index_kpool > 1:
         if _is_kpool_pair_of_ours(layout, prefill, decode):
             return TopkTransform.PAGED
-        _check_kpool_layout(layout, prefill, decode)
+        if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
+            raise _kpool_unsupported(
+                layout,
+                f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled "
+                "index keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or "
+                "trtllm",
+            )
         # SGLang's own rule, by which its q8 prefill gathers rows of every layout.
         ragged = mode == "EXTEND" and (prefill == _SPARSE_Q8 or _reads_gathered(prefill, layout))
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
@@ -254,15 +260,6 @@ def _kpool_unsupported(layout: MLAKVCacheLayout, problem: str) -> UnsupportedCom
 
 def _is_kpool_pair_of_ours(layout: MLAKVCacheLayout, prefill: str, decode: str) -> bool:
     return not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, KVPOOL_DECODE)
-
-
-def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> None:
-    if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
-        raise _kpool_unsupported(
-            layout,
-            f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled index "
-            "keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or trtllm",
-        )
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:

@@ -221,7 +221,6 @@ def prepare(fmt: RowFormat, device: torch.device | str) -> None:
 
 
 def _split(values: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Views of the latent and the rotary columns of a [T, R + P] tensor."""
     if fmt.rope is None:
         return values, None
     return values[:, : fmt.kv_lora_rank], values[:, fmt.kv_lora_rank :]

@@ -11,6 +11,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED, Event
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+from sgl_kvpool.sglang_plugin.hook_points import TESTED
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.attention import UNSHOWN_ALGORITHMS
@@ -136,12 +137,27 @@ def _form(layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str) -> str
         return "refused"
 
 
-def _hooks() -> _Entries:
-    """Hooks: functions of SGLang that the plugin changes, by hook group; their docstrings say more."""
+def _changes(*, repairs: bool) -> Iterator[tuple[str, str, str, str]]:
+    """Group, function, what the hook does and where it was reported: repairs of SGLang, or the others."""
     for group in GROUPS:
         for target, hook in sorted(group.declared.hooks.items()):
-            change, _, _ = " ".join((hook.__doc__ or "").split()).partition(". ")
-            yield group.name.capitalize(), _code(".".join(target.split(".")[-2:])), change.removesuffix(".")
+            reported = group.declared.repairs.get(target, "")
+            if bool(reported) is repairs:
+                change, _, _ = " ".join((hook.__doc__ or "").split()).partition(". ")
+                name = _code(".".join(target.split(".")[-2:]))
+                yield group.name.capitalize(), name, change.removesuffix("."), reported
+
+
+def _hooks() -> _Entries:
+    """Hooks: functions of SGLang that the plugin changes, by hook group; their docstrings say more."""
+    return (change[:3] for change in _changes(repairs=False))
+
+
+def _repairs() -> _Entries:
+    """Repairs: hooks on what is wrong in SGLang itself, where it was reported, and when to look again."""
+    again = f"look again in {TESTED.rpartition('<')[2]}"
+    for group, name, change, reported in _changes(repairs=True):
+        yield group, name, f"{change} ({reported}; {again})"
 
 
 def _table(rows: _Rows) -> str:
@@ -170,6 +186,6 @@ def page() -> str:
     parts = ["# Reference", "`sgl-kvpool reference` prints this page."]
     for rows in (_layouts, _arguments, _variables, _metrics, _failures, _uncached, _backends, _sparse):
         parts += _section(rows, _table(rows()))
-    for entries in (_features, _hooks):
+    for entries in (_features, _hooks, _repairs):
         parts += _section(entries, _lists(entries()))
     return "\n\n".join(parts)

@@ -57,5 +57,4 @@ class Answers:
         os.dup2(2, 1)
 
     def send(self, answer: Any) -> None:
-        """Write one answer, as a line of its own."""
         print(json.dumps(answer), file=self._lines, flush=True)

@@ -94,7 +94,6 @@ class CrossLayerGroup:
 
     @property
     def pages(self) -> int:
-        """Pages of the buffer."""
         return self.tensor.shape[0]
 
     @property
@@ -104,7 +103,6 @@ class CrossLayerGroup:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of a layer's page, padding included."""
         return self.first.span_bytes
 
     @property

@@ -87,10 +87,7 @@ class Windows:
         return f"as many windows as five minutes allow, {fewest} at least,"
 
     def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
-        """Choose the number of windows, if none was given, from the times of the first server.
-
-        `servers` is the number of servers.
-        """
+        """Choose the number of windows, if none was given, from the times of the first of so many servers."""
         if not self._settled:
             left = _TABLE_SECONDS / servers - start_seconds - _OTHER_SECONDS
             fitting = int(left / window_seconds) // WINDOWS_PER_REQUEST * WINDOWS_PER_REQUEST
@@ -238,7 +235,6 @@ def result_of(
     info: Mapping[str, Any], row: RowFormat, scores: Scores, start_s: float, scoring_s: float,
     pool_bytes: int | None = None, **more: Any,
 ) -> report.Result:  # fmt: skip
-    """The result of a server that has scored its windows."""
     return report.Result(
         layout=info["kv_cache_layout"],
         row_bytes=row.row_bytes,

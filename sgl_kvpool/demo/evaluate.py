@@ -26,7 +26,7 @@ from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.demo import report, smollm2
 from sgl_kvpool.demo.compare import info_of, measured_on, result_of, with_differences
 from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.measure import FILLER, Scores, find_passkeys, score
+from sgl_kvpool.demo.measure import FILLER, Scores, accepted_drafts, find_passkeys, score
 from sgl_kvpool.demo.server import Server, dots, free_port, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import shown
@@ -46,7 +46,6 @@ _WEIGHTS_GIB_PER_S, _START_S, _CPU_TOKENS_PER_S, _GPU_TOKENS_PER_S = 1.0, 60.0, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of `sgl-kvpool evaluate`."""
     common.add_layouts(parser, " (all); bf16 is the reference")
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="a checkpoint's folder, or owner/name on Hugging Face"
@@ -79,7 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for evaluate.json, evaluate.png and the servers' logs; the same command continues a run "
         "that was stopped (evaluate-results)",
     )
-    common.add_server_arguments(parser)
+    common.add_server_arguments(
+        parser,
+        "; with --speculative-algorithm, a column has the drafts accepted per step, which narrow rows lower "
+        "before answers look worse (there is none without)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +220,10 @@ class _Evaluation:
                 path = self.folder / f"scores-{layout}.json.gz"
                 with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
                     json.dump(dataclasses.asdict(scores), file)
-                self.write(result_of(info, layout.row_format(subject.rank, subject.rope), scores, *seconds))
+                # Together with the scores: a later run asks no server again whose scores it finds.
+                drafts = accepted_drafts(server, self.windows) if info["speculative_algorithm"] else None
+                row = layout.row_format(subject.rank, subject.rope)
+                self.write(result_of(info, row, scores, *seconds, accepted_drafts=drafts))
             found = self.results[layout]
             if self.characters:
                 hidden = find_passkeys(server, self.characters, _DEPTHS)
@@ -328,8 +334,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     check_sizes(config)
     texts = config.get("text_config")
     config = {**config, **(texts if isinstance(texts, dict) else {})}
-    missing = [name for name in ("kv_lora_rank", "qk_rope_head_dim") if config.get(name) is None]
-    if missing:
+    if missing := [name for name in ("kv_lora_rank", "qk_rope_head_dim") if config.get(name) is None]:
         raise ValueError(
             f"--model {arguments.model} is not an MLA model: its config.json has no {' and '.join(missing)}"
         )

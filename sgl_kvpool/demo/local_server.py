@@ -125,7 +125,6 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
@@ -252,11 +251,9 @@ class LocalServer:
             raise
 
     def get(self, path: str, timeout_seconds: float = 60) -> bytes:
-        """Body of a GET request."""
         return self._ask(path, timeout_seconds)
 
     def post(self, path: str, **fields: Any) -> Any:
-        """Answer to a POST request of JSON fields."""
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps(fields).encode(),

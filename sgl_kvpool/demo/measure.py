@@ -19,6 +19,8 @@ from sgl_kvpool.demo.server import Server
 WINDOWS_PER_REQUEST = 4
 #: Most probable tokens that are compared at each position.
 BEST = 20
+#: Tokens of an answer whose drafts are counted, but at most a quarter of a window.
+_DRAFTED_TOKENS = 64
 #: Probability that is zero but for rounding.
 _NOTHING = 1e-9
 
@@ -43,7 +45,6 @@ class Scores:
         return math.exp(-statistics.fmean(value for window in self.log_probabilities for value in window))
 
     def __add__(self, other: Scores) -> Scores:
-        """Scores of the windows of both."""
         return Scores(
             self.log_probabilities + other.log_probabilities,
             self.top_tokens + other.top_tokens,
@@ -165,6 +166,23 @@ def score(server: Server, windows: Sequence[list[int]], prefix_tokens: int = 0) 
     return found
 
 
+def accepted_drafts(server: Server, windows: Sequence[list[int]]) -> list[float]:
+    """Drafts accepted per step of each window's answer; empty if the server reports no step.
+
+    The last tokens of a window give way to a greedy answer of as many, so that what fits a window fits both.
+    """
+    count = min(_DRAFTED_TOKENS, len(windows[0]) // 4)
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    found = []
+    for start in range(0, len(windows), WINDOWS_PER_REQUEST):
+        asked = [ids[:-count] for ids in windows[start : start + WINDOWS_PER_REQUEST]]
+        for answer in server.generate(input_ids=asked, sampling_params=sampling):
+            said = answer["meta_info"]
+            if steps := said.get("spec_verify_ct"):  # an answer without drafts lacks both
+                found.append(said["spec_num_correct_drafts"] / steps)
+    return found
+
+
 def divergence(ours: Best, reference: Best) -> float:
     """KL divergence from a reference over its most probable tokens, with all others as one; nats.
 
@@ -193,7 +211,7 @@ def compare_scores(scores: Scores, reference: Scores) -> Difference:
         for ours, theirs in zip(scores.log_probabilities, reference.log_probabilities, strict=True)
     ]
     ratio = scores.perplexity / reference.perplexity
-    spread = _standard_error(changes)
+    spread = standard_error(changes)
     same = [
         ours == theirs
         for mine, other in zip(scores.top_tokens, reference.top_tokens, strict=True)
@@ -210,10 +228,10 @@ def _divergences(scores: Scores, reference: Scores) -> tuple[float, float] | tup
         statistics.fmean(map(divergence, ours, theirs))
         for ours, theirs in zip(scores.best, reference.best, strict=True)
     ]
-    return statistics.fmean(means), _standard_error(means)
+    return statistics.fmean(means), standard_error(means)
 
 
-def _standard_error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """Standard error of a mean; NaN for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 

@@ -91,7 +91,6 @@ class DemoModel:
         return geometry(self.path)[0]
 
     def row_format(self, layout: MLAKVCacheLayout) -> RowFormat:
-        """Row format of a layout for this model."""
         _, rank, rope = geometry(self.path)
         return layout.row_format(rank, rope)
 
@@ -102,7 +101,6 @@ class DemoModel:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the weights."""
         with (self.path / "model.safetensors").open("rb") as weights:
             return hashlib.file_digest(weights, "sha256").hexdigest()
 

@@ -1,6 +1,7 @@
 """The demo's results as a table, as JSON and as a plot. Imports neither torch nor SGLang."""
 
 import json
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.demo.measure import Difference, Greedy, HostHit
+from sgl_kvpool.demo.measure import Difference, Greedy, HostHit, standard_error
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 SCHEMA = 1
@@ -16,6 +17,8 @@ SCHEMA = 1
 #: Why a machine shows no host tier.
 NO_ROOM = "SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
 NO_HOST_TIER = f"host tier: not shown, {NO_ROOM}"
+#: Of a server with --speculative-algorithm.
+NO_STEPS = "(no accepted drafts: the server reported no step that verified any)"
 #: What the demo's table cannot show.
 LIMITS = """\
 fp8 has one scale per layer (k_scale), here 1, which suits the values of this model; smaller latents
@@ -24,8 +27,6 @@ lose bits. docs/accuracy.md has what others measured on DeepSeek and GLM models.
 
 @dataclass(frozen=True)
 class Result:
-    """Results of one layout's server."""
-
     layout: str
     row_bytes: int
     #: Bytes for rows, if they are the same for all servers.
@@ -45,6 +46,8 @@ class Result:
     answer: str | None = None
     #: Whether a number was found that was hidden at each depth of a long text.
     hidden: list[bool] | None = None
+    #: Drafts accepted per step, of each answer that had steps; None for a server without drafts.
+    accepted_drafts: list[float] | None = None
 
 
 def table(results: Sequence[Result], token: str) -> str:
@@ -65,6 +68,9 @@ def table(results: Sequence[Result], token: str) -> str:
             ((f"top {token}", "as bf16"), lambda one: f"{100 * one.same_top_token:.2f} %"),
         )
     ]
+    if any(result.accepted_drafts is not None for result in results):
+        accepted = [_accepted(result.accepted_drafts) for result in results]
+        columns.append(("accepted drafts", "per step (error)", accepted))
     if any(result.hidden is not None for result in results):
         found = [result.hidden or [] for result in results]
         columns.append(("hidden numbers", "found", [f"{sum(x)} of {len(x)}" if x else "-" for x in found]))
@@ -75,6 +81,8 @@ def table(results: Sequence[Result], token: str) -> str:
         lines.append("  ".join([f"{row[0]:{widths[0]}}", *others]))
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
+    if any(result.accepted_drafts == [] for result in results):
+        lines.append(NO_STEPS)
     return "\n".join(lines)
 
 
@@ -86,6 +94,10 @@ def _divergence(difference: Difference) -> str:
     if difference.divergence is None:
         return "-"
     return f"{difference.divergence:.5f} ({difference.divergence_error:.5f})"
+
+
+def _accepted(drafts: Sequence[float] | None) -> str:
+    return f"{statistics.fmean(drafts):.3f} ({standard_error(drafts):.3f})" if drafts else "-"
 
 
 def answers(results: Sequence[Result], question: str | None = None) -> str:

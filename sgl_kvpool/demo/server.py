@@ -57,10 +57,7 @@ def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 163
 
 
 class Server(LocalServer):
-    """`sglang serve` with given arguments, which contain a port, or another program in its place.
-
-    ServerFailed on entering and in a request, if the server ends or does not answer in time.
-    """
+    """`sglang serve` with given arguments, which contain a port, or another program in its place."""
 
     def __init__(
         self,
@@ -87,7 +84,6 @@ class Server(LocalServer):
         )
 
     def info(self) -> dict[str, Any]:
-        """`/server_info`."""
         return json.loads(self.get("/server_info"))
 
     def context_tokens(self) -> int:

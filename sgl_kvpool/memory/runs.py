@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from sgl_kvpool.refusal import whole_number
+
+_Runs = TypeVar("_Runs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +71,21 @@ class PageRuns:
         return many.simplified()
 
 
+def joined_in_order(ordered: Iterable[_Runs], join: Callable[[_Runs, _Runs], _Runs | None]) -> list[_Runs]:
+    """Runs in their order; two neighbours are one where `join` returns it, and not None."""
+    joined: list[_Runs] = []
+    for runs in ordered:
+        both = join(joined[-1], runs) if joined else None
+        if both is not None:
+            joined.pop()
+        joined.append(both or runs)
+    return joined
+
+
 def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
     """Join adjacent references that have the same stride pattern; those that overlap stay apart."""
-    joined: list[PageRuns] = []
-    for runs in sorted(references, key=lambda r: (r.tensor_index, r.offset_bytes)):
-        both = _joined(joined[-1], runs) if joined else None
-        if both is None:
-            joined.append(runs)
-        else:
-            joined[-1] = both
-    return tuple(runs.simplified() for runs in joined)
+    ordered = sorted(references, key=lambda r: (r.tensor_index, r.offset_bytes))
+    return tuple(runs.simplified() for runs in joined_in_order(ordered, _joined))
 
 
 def _joined(a: PageRuns, b: PageRuns) -> PageRuns | None:

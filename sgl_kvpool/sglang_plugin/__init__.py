@@ -41,15 +41,16 @@ def _end(text: str) -> NoReturn:
 
 
 def _install() -> None:
-    from sgl_kvpool.sglang_plugin import hook_groups, hook_points
+    from sgl_kvpool.sglang_plugin import fingerprint, hook_groups, hook_points
 
     problem, wrong = hook_points.version_problem(), environment_problems()
     if wrong and (problem is not None or not _is_a_program()):
         raise Refusal("; ".join(wrong))
     requested = _request()
-    if problem is not None and not env.flag(env.ALLOW_UNTESTED):
-        if requested:
-            raise Refusal(f"{requested} was requested, but {problem}")
+    is_allowed = env.flag(env.ALLOW_UNTESTED)
+    if requested and not is_allowed and (unlike := fingerprint.problem()):
+        raise Refusal(f"{requested} was requested, but {unlike}")
+    if problem is not None and not is_allowed:
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
         hook_points.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return

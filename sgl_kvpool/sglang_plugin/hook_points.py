@@ -77,11 +77,9 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
             problems.append(f"{point.target}: not there ({type(error).__name__}: {error})")
             continue
         expected = point.members + (point.added if applied else ())
-        absent = [name for name in expected if name not in found]
-        if absent:
+        if absent := [name for name in expected if name not in found]:
             problems.append(f"{point.target}: has no {', '.join(absent)}")
-        missing = _missing_parameters(found, point.parameters)
-        if missing:
+        if missing := _missing_parameters(found, point.parameters):
             problems.append(f"{point.target}: takes no {', '.join(missing)} in the expected order")
         if applied and point.hooked and not hasattr(found, _MARK):
             problems.append(f"{point.target}: the hook was not applied")

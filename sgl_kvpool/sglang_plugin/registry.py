@@ -41,6 +41,8 @@ class Declared:
     points: dict[str, HookPoint] = field(default_factory=dict)
     hooks: dict[str, Callable] = field(default_factory=dict)
     installs: list[Callable[[], None]] = field(default_factory=list)
+    #: Hooked functions that are wrong in SGLang with its own pools too -> where that was reported.
+    repairs: dict[str, str] = field(default_factory=dict)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -65,12 +67,15 @@ def declared(group: str) -> Declared:
     return _declared[group]
 
 
-def around(target: str, group: str, *, reads: Iterable[str] = ()) -> Callable[[_Function], _Function]:
+def around(
+    target: str, group: str, *, reads: Iterable[str] = (), repairs: str | None = None
+) -> Callable[[_Function], _Function]:
     """Decorate `hook(original, *args, **kwargs)`, which processes that apply the group put around `target`.
 
     `target`, the dotted path of a function of SGLang, must take what the hook takes by name, and what it
     `reads`: parameters from its `*args` or `**kwargs`, or that our code relies on. In a signature with
-    `*args` they stand there, otherwise last.
+    `*args` they stand there, otherwise last. `repairs`: the hook mends SGLang, with the upstream issue or
+    pull request; a port to a new release looks whether it can go.
     """
 
     def declare(hook: _Function) -> _Function:
@@ -78,6 +83,8 @@ def around(target: str, group: str, *, reads: Iterable[str] = ()) -> Callable[[_
         assert target not in ours.hooks, target
         ours.add(HookPoint(target, parameters_of(hook, reads)[1:], hooked=True))
         ours.hooks[target] = hook
+        if repairs is not None:
+            ours.repairs[target] = repairs
         return hook
 
     return declare

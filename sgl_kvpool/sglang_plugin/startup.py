@@ -65,7 +65,7 @@ def write_refusal(text: str) -> None:
             mine.replace(path)  # atomic; if several ranks write the file, the last one stays
             return
     with suppress(OSError):
-        print(line(text), file=sys.stderr, flush=True)
+        print("\n".join(map(line, text.splitlines())), file=sys.stderr, flush=True)
 
 
 #: Refusals that the launcher has raised. Their tracebacks keep the TokenizerManager of an Engine that did not

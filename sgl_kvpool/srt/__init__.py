@@ -17,5 +17,4 @@ def overrides(method: _Method) -> _Method:
 
 
 def is_override(member: object) -> bool:
-    """Whether a member of a class has the mark."""
     return hasattr(member.fget if isinstance(member, property) else member, _MARK)

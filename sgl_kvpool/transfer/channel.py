@@ -140,7 +140,6 @@ class TransferChannels:
 
     @property
     def engines(self) -> str:
-        """Engine names for a log line."""
         return " and ".join(dict.fromkeys(one.engine.name for one in (*self.to_host, *self.to_device)))
 
     @property

@@ -71,7 +71,6 @@ class RowConversion:
     k_scales: tuple[float, ...]
 
     def reversed(self) -> RowConversion:
-        """The conversion in the opposite direction."""
         return replace(self, source=self.target, target=self.source)
 
     def convert(self, rows: torch.Tensor, layer: int) -> torch.Tensor:

@@ -28,7 +28,6 @@ class TorchEngine:
         self.plan = plan
 
     def copy(self, transfer: Transfer, part: int | None = None) -> None:
-        """As `CpuEngine.copy`."""
         lists, plan = transfer.page_indices(), self.plan
         plan.check_pages(*lists)
         ours, theirs = plan.source_group, plan.target_group

@@ -25,13 +25,7 @@ import numpy as np
 import torch
 
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
-from sgl_kvpool.transfer.gpu_engine import (
-    CopyJob,
-    EngineTools,
-    GpuEngine,
-    KernelJob,
-    counted_from,
-)
+from sgl_kvpool.transfer.gpu_engine import CopyJob, EngineTools, GpuEngine, KernelJob, counted_from
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer, contiguous, packed_view
 
@@ -209,7 +203,6 @@ class KernelEngine(GpuEngine):
         self._jobs = plan.by_part(lambda runs, parts: KernelJob(runs, tools.device, plan.conversion, parts))
 
     def copy(self, transfer: Transfer, part: int | None = None) -> None:
-        """Enqueue a kernel that moves pages, all parts or one."""
         lists = transfer.state.get(self)
         if lists is None:
             self._check(transfer)

@@ -15,7 +15,7 @@ import torch
 
 from sgl_kvpool.compiler import Module
 from sgl_kvpool.transfer.conversion import RowConversion
-from sgl_kvpool.transfer.plan import CopyRun, TransferPlan, run_table
+from sgl_kvpool.transfer.plan import CopyRun, TransferPlan, require_pages, run_table
 from sgl_kvpool.transfer.slots import DevicePages, Pages, Transfer, contiguous
 
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
@@ -114,11 +114,7 @@ class GpuEngine:
         host, device = transfer.host_pages, transfer.device_pages
         if len(host) != len(device):
             raise ValueError(f"{len(device)} device pages for {len(host)} host pages")
-        group = self.plan.target_group if self.to_host else self.plan.source_group
-        if len(host) and not (host.min() >= 0 and host.max() < group.num_pages):
-            raise ValueError(
-                f"host pages {host.min()} to {host.max()} requested; there are {group.num_pages}"
-            )
+        require_pages("host pages", host, self.plan.target_group if self.to_host else self.plan.source_group)
 
     def _on_device(self, pages: Pages) -> tuple[torch.Tensor, int]:
         """Slots or page indices in device memory, and the number of list entries per page."""

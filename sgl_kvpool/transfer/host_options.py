@@ -47,5 +47,4 @@ class HostTierOptions:
         return device == "cpu" or not stock or self != HostTierOptions()
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
-        """Layout of the host's rows for a pool of layout `device`."""
         return device if self.layout == SAME else MLAKVCacheLayout(self.layout)

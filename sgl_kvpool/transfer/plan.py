@@ -31,7 +31,7 @@ from sgl_kvpool.memory.canonical import (
     LayerReference,
     check_interchangeable,
 )
-from sgl_kvpool.memory.runs import PageRuns
+from sgl_kvpool.memory.runs import PageRuns, joined_in_order
 from sgl_kvpool.transfer.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
 
 _Job = TypeVar("_Job")
@@ -57,7 +57,6 @@ class CopyRun:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes moved per page."""
         return self.run_bytes * self.run_count
 
     def simplified(self) -> CopyRun:
@@ -119,21 +118,14 @@ class TransferPlan:
 
     @cached_property
     def copy_runs(self) -> tuple[CopyRun, ...]:
-        """Copy runs of all layers."""
         return self.copy_runs_of(range(len(self._per_layer)))
 
     def copy_runs_of(self, parts: Sequence[int]) -> tuple[CopyRun, ...]:
         """Copy runs of some of the group's `layers`, by index; call at setup only."""
         if self.conversion is not None:
             return tuple(self._per_layer[i] for i in parts)  # every layer has its own k_scale
-        joined: list[CopyRun] = []
-        for run in sorted((self._per_layer[i] for i in parts), key=lambda r: r.source_address):
-            both = joined[-1].joined(run) if joined else None
-            if both is None:
-                joined.append(run)
-            else:
-                joined[-1] = both
-        return tuple(run.simplified() for run in joined)
+        ordered = sorted((self._per_layer[i] for i in parts), key=lambda r: r.source_address)
+        return tuple(run.simplified() for run in joined_in_order(ordered, CopyRun.joined))
 
     def by_part(self, make: Callable[[Sequence[CopyRun], Sequence[int]], _Job]) -> dict[int | None, _Job]:
         """`make(runs, parts)` for each part of the group and, under None, for all; call at setup only."""
@@ -159,17 +151,20 @@ class TransferPlan:
         for name, pages, group in (("source", source_pages, source), ("target", target_pages, target)):
             if not isinstance(pages, np.ndarray) or pages.dtype.kind != "i" or pages.ndim != 1:
                 raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
-            if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
-                raise ValueError(
-                    f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
-                    f"{group.num_pages}"
-                )
+            require_pages(f"{name} pages", pages, group)
         if len(source_pages) != len(target_pages):
             raise ValueError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
         seen: np.ndarray = np.zeros(target.num_pages, dtype=bool)
         seen[target_pages] = True
         if np.count_nonzero(seen) != len(target_pages):
             raise ValueError("a target page is listed twice, so its content would be undefined")
+
+
+def require_pages(name: str, pages: np.ndarray, group: CanonicalGroup) -> None:
+    """Raise ValueError if a page is outside of its group."""
+    if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
+        span = f"{name} {pages.min()} to {pages.max()}"
+        raise ValueError(f"{span} requested; group {group.name} has {group.num_pages}")
 
 
 def _paired(
@@ -232,8 +227,7 @@ def _paired_rows(
     a, b = _row_runs(ours.runs, rows), _row_runs(theirs.runs, rows)
     run = _copy_run(source, a, target, b, a.run_bytes)
     numbers = (*run.bytes_fields, b.run_bytes)
-    odd = [number for number in numbers if number % CONVERTED_ALIGNMENT_BYTES]
-    if odd:
+    if odd := [number for number in numbers if number % CONVERTED_ALIGNMENT_BYTES]:
         raise ValueError(
             f"rows of layer {ours.layer_id} do not all begin at a multiple of {CONVERTED_ALIGNMENT_BYTES} "
             f"bytes ({odd[0]}), which conversions need; use --kv-host-layout same"

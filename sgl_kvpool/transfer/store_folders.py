@@ -33,7 +33,7 @@ class FileStore:
             try:  # SGLang takes the first that is active
                 plugin = next(name for name, item in plugins.items() if item.get("active") in yes).upper()
             except (AttributeError, StopIteration):
-                found = ", ".join(plugins) if isinstance(plugins, dict) else type(plugins).__name__
+                found = ", ".join(map(str, plugins)) if isinstance(plugins, dict) else type(plugins).__name__
                 raise Refusal(
                     f'"plugin" of --hicache-storage-backend-extra-config ({found or "empty"}) has no active '
                     'plugin; give one, as {"plugin": {"posix": {"active": true}}} does'
@@ -49,8 +49,7 @@ class FileStore:
 
     def warning(self, folder: Path) -> str | None:
         """Warning about a folder that other accounts can reach, and what to change; None if they cannot."""
-        facts = exposure(folder)
-        if facts is None:
+        if (facts := exposure(folder)) is None:
             return None
         return (
             f"other accounts can read or replace pages of the store in {folder}: {facts}; use a folder that "

@@ -64,7 +64,7 @@ def test_no_interleaving_of_the_roles_goes_wrong(compiled, job):
 
 
 def test_the_model_notices_what_is_left_out():
-    """Redundant are first waits for what nobody has used, and arrivals for which nobody waits any more."""
+    """Seven removals do no harm: first waits for empty buffers, and arrivals behind which no role waits."""
     programs, unnoticed, count = warp_roles.programs_of(drawn(6), 6), [], 0
     for role, program in enumerate(programs):
         for at, step in enumerate(program):

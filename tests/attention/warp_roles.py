@@ -194,8 +194,8 @@ def programs_of(events, blocks):
 def fault_of(programs):
     """What goes wrong in some interleaving of the roles' steps; None if nothing does.
 
-    A wait returns in the phase after the one whose parity it names. Data has its block, its readers and its
-    writers; nobody may write what is read or written, or read another block's.
+    A wait returns in the phase after the one whose parity it names. It is a fault to write data while a role
+    reads or writes it, to read data while a role writes it, and to read data of another block.
     """
     data = sorted({step[2] for program in programs for step in program if step[0] in ("begin", "end")})
     first = (

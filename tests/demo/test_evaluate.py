@@ -15,8 +15,16 @@ import pytest
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.demo import evaluate, report
-from sgl_kvpool.demo.measure import Scores, compare_scores, divergence, find_passkeys, passkey_prompt
+from sgl_kvpool.demo.measure import (
+    Scores,
+    accepted_drafts,
+    compare_scores,
+    divergence,
+    find_passkeys,
+    passkey_prompt,
+)
 from sgl_kvpool.demo.model import model_path
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 
 def best(log_probabilities, count):
@@ -72,6 +80,22 @@ def test_the_first_number_of_an_answer_counts():
 
     found = find_passkeys(SimpleNamespace(generate=generate), 16_000, [0.0, 0.3, 0.6, 1.0])
     assert found == [True, False, False, False]
+
+
+def test_accepted_drafts():
+    """An answer, which SGLang cut before its first step, has no counts; so have all without drafts."""
+    asked = []
+
+    def generate(input_ids, sampling_params):
+        asked.append((list(map(len, input_ids)), sampling_params["max_new_tokens"]))
+        counts = [(4, 6), (0, 0), (8, 0), (5, 15)][: len(input_ids)]
+        names = "spec_verify_ct", "spec_num_correct_drafts"
+        return [{"meta_info": dict(zip(names, pair, strict=True)) if pair[0] else {}} for pair in counts]
+
+    server = SimpleNamespace(generate=generate)
+    assert accepted_drafts(server, [[1] * 200] * 5) == [1.5, 0.0, 3.0, 1.5]
+    assert asked == [([150] * 4, 50), ([150], 50)]
+    assert accepted_drafts(SimpleNamespace(generate=lambda **_: [{"meta_info": {}}]), [[1] * 2000]) == []
 
 
 def test_divergences_of_windows():
@@ -147,6 +171,12 @@ def test_sparse_attention_needs_the_radix_cache(sparse):
         subject_of(sparse, "--", "--disable-radix")
     assert subject_of(sparse).prefix_tokens == 512
     assert subject_of(model_path(), "--", "--disable-radix").prefix_tokens == 0
+
+
+def test_the_server_is_started_where_it_is_asked(tmp_path):
+    """A published command has the machine's address; of two, SGLang's parser takes the last."""
+    subject = subject_of(model_path(), "--", "--host", "192.0.2.1")
+    assert subject.server(MLAKVCacheLayout.FP4, tmp_path / "log").arguments[-2:] == ["--host", "127.0.0.1"]
 
 
 def rewrite(path):

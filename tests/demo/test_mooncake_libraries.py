@@ -1,13 +1,14 @@
-"""The search path with which Mooncake's programs find libraries that the system lacks."""
+"""Mooncake's programs: the search path of libraries that the system lacks, and where they listen."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from sgl_kvpool.demo.cluster import mooncake_store
+from sgl_kvpool.demo.cluster import compare, mooncake_store
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
 
 
@@ -63,3 +64,24 @@ def test_without_nixl_the_missing_ones_are_named(nothing_loads, monkeypatch):
     missing = r"libibverbs\.so\.1, libnuma\.so\.1, libcurl\.so\.4"
     with pytest.raises(ValueError, match=rf"needs {missing}, .*distributed"):
         library_path()
+
+
+def test_the_demo_says_which_programs_listen_on_all_interfaces(tmp_path, monkeypatch, capsys):
+    """Mooncake's store service has no argument for its address."""
+    for module in ("mooncake", "nixl_cu13"):
+        pytest.importorskip(module)
+    listening = {}
+
+    class Watched(mooncake_store.MooncakeStore):
+        def __enter__(self):
+            super().__enter__()
+            for server in (self.master, self.service):
+                found = psutil.Process(server.process.pid).net_connections("inet")
+                listening[server.name] = {x.laddr.ip for x in found if x.status == psutil.CONN_LISTEN}
+            return self
+
+    monkeypatch.setattr(compare, "MooncakeStore", Watched)
+    assert compare.compare_clusters([], tmp_path) == 0
+    assert listening.pop("the Mooncake master") == {"127.0.0.1"}
+    assert "0.0.0.0" in listening.pop("the Mooncake store service")
+    assert "Mooncake's master listen on 127.0.0.1,\nMooncake's store service and" in capsys.readouterr().out

@@ -98,6 +98,12 @@ def test_table(results):
     assert lines[3].split() == expected.split()
     not_asked = report.table([results[0], dataclasses.replace(results[1], hidden=None)], "byte")
     assert not_asked.splitlines()[3].endswith(" -")
+    drafts = [dataclasses.replace(r, accepted_drafts=d) for r, d in zip(results, ([2, 1], []), strict=True)]
+    lines = report.table(drafts, "byte").splitlines()
+    assert "  accepted drafts  " in lines[0]
+    assert "  1.500 (0.500)  " in lines[2]
+    assert lines[3].split()[-6:] == ["98.77", "%", "-", "1", "of", "2"]
+    assert lines[4] == report.NO_STEPS
     alone = dataclasses.replace(results[1], difference=None)
     assert "bf16 was not among --layouts" in report.table([alone], "byte")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from emulated_cuda import graphs, launches, operators, order, runtime
+from emulated_cuda import accesses, graphs, launches, operators, order, runtime
 from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor
 
@@ -145,7 +145,7 @@ def _install_tensors() -> None:
 
     def tolist(self: torch.Tensor) -> Any:
         if ALLOCATOR.is_pinned(self):  # torch reads memory of the host without an operator
-            operators.touch(self, None, 0, write=False)
+            accesses.touch(self, None, 0, write=False)
         return real_tolist(self)
 
     torch.tensor, torch.as_tensor, torch.Tensor.to = tensor, as_tensor, to

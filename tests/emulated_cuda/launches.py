@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from emulated_cuda import errors, graphs, operators, order
+from emulated_cuda import accesses, errors, graphs, operators, order, shadows
 from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor, unwrap
 
@@ -59,10 +59,10 @@ def launch(
         for number, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 # Without `writes` this only looks whether the memory is alive; the Result has the accesses.
-                operators.touch(
+                accesses.touch(
                     value, stream, epoch, write=writes is None or number in writes, checked=writes is not None
                 )
-        with _pointed_to(name, values), operators.writes_only(name, values, writes):
+        with _pointed_to(name, values), accesses.writes_only(name, values, writes):
             result = run(*values)
         if writes is None and graphs.capturing() is None:
             ahead = ALLOCATOR.of(values[_READ_AHEAD[name]]) if name in _READ_AHEAD else None
@@ -70,7 +70,7 @@ def launch(
                 block = ALLOCATOR.registered.get(base) or ALLOCATOR.blocks[base]
                 if block is ahead and not write:
                     continue
-                order.access_bytes(block.shadow, start, size, stream, epoch, write=write)
+                shadows.access_bytes(block.shadow, start, size, stream, epoch, write=write)
 
     step([unwrap(x) for x in args])
     if graphs.capturing() is not None:

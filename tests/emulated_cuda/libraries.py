@@ -74,13 +74,15 @@ def _sparse_decode(
     assert kv_format in (None, "V32")
     assert splits.shape == (len(q) + 1,)
     assert all(x is None for x in (topk_length, attn_sink, extra_kv, extra_indices, extra_length))
-    rows = kv.view(torch.uint8).view(-1, _V32_BYTES)
+    used, lists = torch.unique(indices, return_inverse=True)
+    lists = torch.where(indices < 0, indices, lists).int()
+    rows = kv.view(torch.uint8).view(-1, _V32_BYTES)[used.clamp(min=0).long()]
     end = _V32_LATENT + 4 * _V32_LATENT // _V32_TILE
     values = rows[:, :_V32_LATENT].contiguous().view(torch.float8_e4m3fn).float()
     scales = rows[:, _V32_LATENT:end].contiguous().view(torch.float32)
     latent = (values.view(len(rows), -1, _V32_TILE) * scales[..., None]).view(len(rows), -1)
     keys = torch.cat([latent.bfloat16(), rows[:, end:].contiguous().view(torch.bfloat16)], 1)
-    out, _, lse = _attend_to_lists(q.flatten(0, 1), keys, indices.flatten(0, 1), scale, d_v)
+    out, _, lse = _attend_to_lists(q.flatten(0, 1), keys, lists.flatten(0, 1), scale, d_v, q.shape[1])
     out, lse = out.view(*q.shape[:3], d_v), lse.view(q.shape[:3])
     return out, lse.transpose(1, 2).contiguous(), metadata, splits
 
@@ -99,21 +101,36 @@ def _sparse_prefill(
     return [out, highest / unit, lse / unit] if with_sums else [out]
 
 
-def _attend_to_lists(q, keys, lists, scale, d_v) -> tuple[torch.Tensor, ...]:
-    """Attention of each query `[queries, heads, width]` to the keys of its list, in which -1 is nothing."""
+def _attend_to_lists(q, keys, lists, scale, d_v, together=16) -> tuple[torch.Tensor, ...]:
+    """Attention of each query `[queries, heads, width]` to the keys of its list, in which -1 is nothing.
+
+    `together` queries, whose lists have keys in common, are multiplied with all of their keys.
+    """
     assert q.dtype == torch.bfloat16
     assert q.shape[1:] in ((64, 576), (128, 576))
     assert lists.dtype == torch.int32
     assert lists.shape[1] % 64 == 0
-    out = torch.zeros(*q.shape[:2], d_v, dtype=torch.bfloat16)
-    highest, lse = torch.full(q.shape[:2], -math.inf), torch.full(q.shape[:2], math.inf)
-    for number, own in enumerate(lists):
-        chosen = keys[own[own >= 0].long()].float()
-        if len(chosen):
-            scores = q[number].float() @ chosen.T * scale
-            out[number] = (scores.softmax(-1) @ chosen[:, :d_v]).bfloat16()
-            highest[number], lse[number] = scores.amax(-1), scores.logsumexp(-1)
-    return out, highest, lse
+    # Heads of zeros are padding; one is computed for all of them.
+    own = (q != 0).flatten(2).any(2).any(0).nonzero()[:, 0].tolist()
+    padding = [head for head in range(q.shape[1]) if head not in own]
+    heads = own + padding[:1]
+    out = torch.zeros(len(q), len(heads), d_v, dtype=torch.bfloat16)
+    highest, lse = torch.full(out.shape[:2], -math.inf), torch.full(out.shape[:2], math.inf)
+    for first in range(0, len(q), together):
+        part = slice(first, first + together)
+        used, number = torch.unique(lists[part], return_inverse=True)
+        times = torch.zeros(len(number), len(used)).scatter_add_(1, number, torch.ones(number.shape))
+        chosen, times = keys[used[used >= 0].long()].float(), times[:, used >= 0]
+        found = times.any(1)
+        if not found.any():
+            continue
+        scores = torch.einsum("qhd,kd->qhk", q[part][found][:, heads].float() * scale, chosen)
+        top = scores.masked_fill(times[found, None] == 0, -math.inf).amax(-1)
+        scores += times[found, None].log()
+        out[part][found] = torch.einsum("qhk,kd->qhd", scores.softmax(-1), chosen[:, :d_v]).bfloat16()
+        highest[part][found], lse[part][found] = top, scores.logsumexp(-1)
+    place = [heads.index(head if head in own else padding[0]) for head in range(q.shape[1])]
+    return out[:, place], highest[:, place], lse[:, place]
 
 
 def _paged_mqa_schedule(context_lens, block_kv, sms, indices=None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from emulated_cuda import order
+from emulated_cuda import order, shadows
 
 __all__ = ["ALLOCATOR", "POISON", "Allocator", "Block", "MemoryFault", "extent_bytes"]
 
@@ -44,7 +44,7 @@ class Block:
     recorded : set of Stream
         Streams for which the allocator waits before it gives the block to others: those of `record_stream`,
         and for pinned memory those of torch's own copies.
-    shadow : order.Shadow
+    shadow : shadows.Shadow
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool, pool: Any, address: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Block:
         self.created: str = order.place()
         self.freed: str | None = None
         self.recorded: set[Any] = set()
-        self.shadow = order.Shadow(size_bytes)
+        self.shadow = shadows.Shadow(size_bytes)
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
@@ -115,7 +115,7 @@ class Allocator:
             self.allocated_bytes -= block.size_bytes
         if block.pool is None:
             owner = None if block.pinned else block.stream  # pinned memory is reused by the host
-            late = order.not_ordered_before_reuse(block.shadow, owner, block.recorded)
+            late = shadows.not_ordered_before_reuse(block.shadow, owner, block.recorded)
             if late is not None:
                 why = "its stream was not recorded (record_stream)"
                 if block.pinned:

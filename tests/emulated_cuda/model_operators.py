@@ -14,11 +14,19 @@ import torch
 __all__ = ["EXPORTS", "OPERATORS", "WRITES", "fused_add_rmsnorm_cute", "layernorm", "normed"]
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None) -> torch.Tensor:
-    """`torch.mm`, whose `out_dtype` CUDA alone has."""
-    if out_dtype is None or out_dtype == a.dtype:
-        return torch.ops.aten.mm.default(a, b)
-    return torch.ops.aten.mm.default(a.to(out_dtype), b.to(out_dtype))
+def _product(name: str) -> Callable[..., torch.Tensor]:
+    """`torch.mm` or `torch.bmm`, whose `out_dtype` CUDA alone has.
+
+    bfloat16 is summed in float32, as on a GPU, which on CPUs without instructions for it is faster, too.
+    """
+    multiply = getattr(torch.ops.aten, name).default
+
+    def call(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> torch.Tensor:
+        wide = torch.float32 if a.dtype == torch.bfloat16 else out_dtype or a.dtype
+        found = multiply(a.to(wide), b.to(wide)).to(out_dtype or a.dtype)
+        return found if out is None else out.copy_(found)
+
+    return call
 
 
 def _fused_a_gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -107,7 +115,8 @@ def _apply_rope(
 
 #: Operator of the dispatcher -> what is called instead, with tensors of the CPU.
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "aten::mm": _mm,
+    "aten::bmm": _product("bmm"),
+    "aten::mm": _product("mm"),
     "sgl_kernel::moe_align_block_size": _moe_align,
     "sgl_kernel::moe_sum_reduce": _moe_sum_reduce,
     "sglang::apply_rope_inplace": _apply_rope,

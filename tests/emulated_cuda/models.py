@@ -5,7 +5,7 @@ checked. The real ones are kernels on the current stream, and access no memory o
 
 | package | replaced | by | writes | accessed late |
 |---|---|---|---|---|
-| torch | `aten::mm` with `out_dtype` | `model_operators` | a new tensor | nothing |
+| torch | `aten::mm` with `out_dtype`, `aten::bmm` | `model_operators` | a new tensor | nothing |
 | sgl_kernel | `sgl_kernel::moe_align_block_size` | `model_operators` | ids, experts, count | nothing |
 | sgl_kernel | `sgl_kernel::moe_sum_reduce`, unmarked | `model_operators` | `output` | nothing |
 | sglang.kernels | `sglang::jit_dsv3_fused_a_gemm` | `model_operators` | a new tensor | nothing |
@@ -20,13 +20,16 @@ checked. The real ones are kernels on the current stream, and access no memory o
 | `load_jit` | modules in `indexer_operators.MODULES` | `indexer_operators` | keys, queries | nothing |
 | `load_jit` | `topk_plan`, `topk_transform_*` | `indexer_operators` | the plan, the lists | nothing |
 | deep_gemm | `deep_gemm::fp8_*mqa_logits` | `indexer_operators` | new scores, NaN outside | nothing |
+| `load_jit` | `launch_all_mla_lf_pf_staged` | `key_transfers` | staging and host memory | nothing |
+| sgl_kernel | `transfer_kv_per_layer_mla_pf_lf` | `key_transfers` | `dst` | nothing |
 | flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` | nothing |
 | flashinfer | `layernorm_cute` | `model_operators` | `out` | nothing |
 | sglang | `CustomOpWrapper.real_impl` | their functions | as theirs | nothing |
 | sglang.kernels | `get_max_active_clusters` | a number | | nothing |
 | sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | | nothing |
 
-Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's transfers and `fast_topk*`.
+Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and `fast_topk*`, and
+`fused_metadata_copy*` of `load_jit`, instead of which SGLang copies tensor by tensor.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from emulated_cuda import (
     imports,
     indexer_operators,
     jit_kernels,
+    key_transfers,
     libraries,
     model_operators,
 )
@@ -51,6 +55,7 @@ __all__ = ["install"]
 #: Functions of modules of which others are replaced; no model here calls them.
 _NOT_CALLED = (
     *(f"hadamard_transform_{n}n" for n in (12, 20, 28, 40)),
+    "launch_all_lf_pf_staged",
     *("topk_transform_kpool", "topk_transform_kpool_ragged", "reconstruct_indices_from_tree_mask"),
     *("run_activation_with_rounding", "run_activation_with_rounding_input_inplace"),
     *("run_activation_filtered", "run_activation_sorted_filtered", "run_unary_activation"),
@@ -64,9 +69,10 @@ def install() -> None:
     libraries.WRITES.update(model_operators.WRITES)
     jit_kernels.MODULES.update(indexer_operators.MODULES)
     jit_kernels.EXPORTS.update({name: _missing(name) for name in _NOT_CALLED})
-    for module in (model_operators, draft_operators, indexer_operators):
+    for module in (model_operators, draft_operators, indexer_operators, key_transfers):
         jit_kernels.EXPORTS.update(module.EXPORTS)
     imports.after("flashinfer.norm", _replace_norms)
+    imports.after("sgl_kernel.kvcacheio", key_transfers.replace_loads)
     imports.after("sglang.kernels.jit.utils.occupancy", _replace_occupancy)
     imports.after("sglang.srt.utils.custom_op", _call_python_operators)
     imports.after(_BREAKABLE, _replace_capture_status)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from emulated_cuda import errors, graphs, libraries, order
-from emulated_cuda.memory import ALLOCATOR, MemoryFault, extent_bytes
+from emulated_cuda.accesses import row_index, touch, writes_only, written
+from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor, unwrap
 
 __all__ = [
     "COUNTS",
     "HostWait",
     "Mode",
-    "UnmarkedWrite",
     "device_tensor",
     "host_waits",
     "run",
     "set_sync_debug_mode",
     "to",
-    "touch",
-    "writes_only",
 ]
 
 
@@ -41,25 +36,8 @@ COUNTS = {"operators": 0, "launches": 0, "waits": 0, "libraries": 0}
 _MIXED = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "index_put"}
 #: Operators whose result, or its shape, the host has to know.
 _READS = {
-    *(
-        "_local_scalar_dense",
-        "nonzero",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "unique_dim",
-        "_unique2",
-        "allclose",
-    ),
-    *("unique_consecutive", "bincount", "repeat_interleave"),
-}
-#: Operators that read or write the rows of their first argument that an index names -> where the index is.
-_ROWS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("index", "index_put_", "_index_put_impl_", "index_put"), lambda args: args[1]),
-    **dict.fromkeys(
-        ("index_select", "index_copy_", "index_add_", "index_fill_"),
-        lambda args: [args[2]] if args[1] == 0 else None,
-    ),
+    *("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"),
+    *("allclose", "unique_consecutive", "bincount", "repeat_interleave"),
 }
 _MODES = {0: "default", 1: "warn", 2: "error"}
 _sync_mode = "default"
@@ -100,68 +78,6 @@ def to(tensor: CudaTensor, *args: Any, **options: Any) -> torch.Tensor:
     return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
 
 
-# ---------------------------------------------------------------------------------------------- memory
-
-
-def touch(
-    tensor: torch.Tensor, stream: Any, epoch: int, *, write: bool, rows: Any = None, checked: bool = True
-) -> None:
-    """Check and note an access to a CPU tensor of a block; other tensors have no clocks."""
-    block = ALLOCATOR.of(tensor)
-    if block is None:
-        _touch_registered(tensor, stream, epoch, write=write)
-        return
-    if block.pinned and stream is not None:
-        order.carry_out_before(stream.clock)
-    if block.freed is not None:
-        raise MemoryFault(f"{order.place()} uses memory of {block.created} that was freed at {block.freed}")
-    if graphs.capturing() is not None:  # nothing is accessed before the replay
-        if write:
-            graphs.capturing().keep(block)
-        return
-    if checked:
-        order.access(block.shadow, tensor, stream, epoch, write=write, rows=rows)
-
-
-def _touch_registered(tensor: torch.Tensor, stream: Any, epoch: int, *, write: bool) -> None:
-    parts = ALLOCATOR.of_host(tensor)
-    if parts and stream is not None:
-        order.carry_out_before(stream.clock)
-    for block, start, size in parts:
-        if size == extent_bytes(tensor) and not block.address % tensor.element_size():
-            whole = block.bytes[: block.size_bytes // tensor.element_size() * tensor.element_size()]
-            at = start // tensor.element_size()
-            inside = torch.from_numpy(whole).view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), at)
-            order.access(block.shadow, inside, stream, epoch, write=write)
-        else:
-            order.access_bytes(block.shadow, start, size, stream, epoch, write=write)
-
-
-def _row_index(name: str, args: Any) -> Any:
-    """Row numbers, numpy, if an operator touches only these rows of its first argument."""
-    find = _ROWS.get(name)
-    indices = find(args) if find else None
-    if not indices or indices[0] is None or any(i is not None for i in indices[1:]):
-        return None
-    index = unwrap(indices[0])
-    if index.dtype in (torch.bool, torch.uint8):
-        return None
-    rows = index.reshape(-1).numpy()
-    return rows + (rows < 0) * args[0].shape[0]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Arguments that an operator writes."""
-    found = []
-    unmarked = libraries.WRITES.get(func._schema.name, ())
-    for number, argument in enumerate(func._schema.arguments):
-        marked = argument.alias_info is not None and argument.alias_info.is_write
-        if marked or argument.name in unmarked:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += tree_flatten(value)[0]
-    return [x for x in found if isinstance(x, torch.Tensor)]
-
-
 def device_tensor(out: torch.Tensor, *, copied: bool = True) -> torch.Tensor:
     """A tensor of the device in a block of its own, with the values of a new CPU tensor."""
     storage = out.untyped_storage()
@@ -171,9 +87,6 @@ def device_tensor(out: torch.Tensor, *, copied: bool = True) -> torch.Tensor:
     if copied:
         flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     return CudaTensor(flat.view(out.dtype).as_strided(out.size(), out.stride(), out.storage_offset()))
-
-
-# ------------------------------------------------------------------------------------------- operators
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -211,7 +124,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out, epoch = _carry_out(func, call, name, cpu_args, cpu_kwargs, where)
     if name in _READS:
         order.current_stream().synchronize()  # the host has its result
-    changed = [x for x in _written(func, args, kwargs) if isinstance(x, CudaTensor)]
+    changed = [x for x in written(func, args, kwargs) if isinstance(x, CudaTensor)]
     if any(x.shape != x.on_cpu.shape or x.stride() != x.on_cpu.stride() for x in changed):
         raise NotImplementedError(f"{func} changes the shape of a tensor in place")
     if not result_on_device or name == "_local_scalar_dense":
@@ -220,7 +133,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = _wrapped(out, on_device, fresh=not only_allocates)
     results = [x for x in tree_flatten(found)[0] if isinstance(x, CudaTensor)]
     known = {ALLOCATOR.of(unwrap(x)) for x in tensors}
-    new = [x.on_cpu for x in results if ALLOCATOR.of(x.on_cpu) not in known]
+    # Of the results, those that are not arguments, as FlashMLA's schedules are.
+    places = [n for n, x in enumerate(results) if ALLOCATOR.of(x.on_cpu) not in known]
+    new = [results[n].on_cpu for n in places]
     if not only_allocates:
         for x in new:
             touch(x, order.current_stream(), epoch, write=True)
@@ -231,9 +146,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def again() -> None:
             out, epoch = _carry_out(func, call, name, again_args, again_kwargs, where)
             values = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
-            for target, value in zip(targets, values, strict=bool(targets)):
+            for place, target in zip(places, targets, strict=True):
                 touch(target, order.current_stream(), epoch, write=True)
-                target.copy_(value)
+                target.copy_(values[place])
 
         graphs.record(str(func), again)
     return found
@@ -243,44 +158,17 @@ def _carry_out(func: Any, call: Any, name: str, args: Any, kwargs: Any, where: s
     """Check the order of an operator's accesses, and carry it out; its result, and its epoch."""
     stream = order.current_stream()
     epoch = stream.issue(f"{name} at {where}")
-    changed = {id(x) for x in _written(func, args, kwargs)}
+    changed = {id(x) for x in written(func, args, kwargs)}
     reads = not name.startswith(("new_", "empty")) and not name.endswith("_like")  # shapes alone
     for x in tree_flatten((args, kwargs))[0]:
         if isinstance(x, torch.Tensor) and (reads or id(x) in changed):
-            rows = _row_index(name, args) if x is args[0] else None
+            rows = row_index(name, args) if x is args[0] else None
             touch(x, stream, epoch, write=id(x) in changed, rows=rows)
     if call is func:
         return call(*args, **kwargs), epoch
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     with writes_only(str(func), tensors, [n for n, x in enumerate(tensors) if id(x) in changed]):
         return call(*args, **kwargs), epoch
-
-
-class UnmarkedWrite(RuntimeError):
-    """A replaced operator writes what its schema or its table does not say.
-
-    The write would be neither ordered nor part of a graph.
-    """
-
-
-@contextlib.contextmanager
-def writes_only(name: str, values: Sequence[Any], writes: Collection[int] | None) -> Iterator[None]:
-    """Check that the block changes only `values[i]` for `i` in `writes`; None: it is not checked."""
-    kept = {
-        number: _bytes_of(x).copy()
-        for number, x in enumerate(values)
-        if writes is not None and number not in writes and isinstance(x, torch.Tensor)
-    }
-    yield
-    for number, before in kept.items():
-        if not np.array_equal(before, _bytes_of(values[number])):
-            raise UnmarkedWrite(
-                f"{name} writes its argument {number}, which its schema or its table does not say"
-            )
-
-
-def _bytes_of(x: torch.Tensor) -> np.ndarray:
-    return x.contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _is_view(func: Any) -> bool:
@@ -403,7 +291,7 @@ def _on_host(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: l
         return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
     pinned = [x for x in tensors if ALLOCATOR.is_pinned(x)]
     if pinned and not _is_view(func):
-        changed = {id(x) for x in _written(func, args, kwargs)}
+        changed = {id(x) for x in written(func, args, kwargs)}
         for x in pinned:
             touch(x, None, 0, write=id(x) in changed)
     return libraries.OPERATORS.get(func._schema.name, func)(*args, **kwargs)

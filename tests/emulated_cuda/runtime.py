@@ -27,7 +27,7 @@ import ptxrun
 import ptxrun_builds
 import torch
 
-from emulated_cuda import errors, graphs, launches, order
+from emulated_cuda import errors, graphs, launches, order, shadows
 from emulated_cuda.errors import CudaError, Refused
 from emulated_cuda.memory import ALLOCATOR, Block, MemoryFault
 
@@ -264,7 +264,7 @@ class Runtime:
         block = ALLOCATOR.registered.pop(address, None)
         if block is None:
             raise Refused(CudaError.HOST_MEMORY_NOT_REGISTERED)
-        late = order.not_ordered_before_reuse(block.shadow, None)
+        late = shadows.not_ordered_before_reuse(block.shadow, None)
         if late is not None:
             ALLOCATOR.problems.append(
                 f"memory was unregistered at {order.place()}, and {late} may still use it"
@@ -308,7 +308,7 @@ def _carry_out(copies: list[_Copy], stream: order.Stream, *, early: bool) -> Non
                 (copy.source, copy.source_start, False),
                 (copy.target, copy.target_start, True),
             ):
-                order.access_bytes(
+                shadows.access_bytes(
                     block.shadow, start, copy.size_bytes, stream, epoch,
                     write=write, early=early and not write and block.pinned,
                 )  # fmt: skip

@@ -1,6 +1,7 @@
 """What the emulated device forbids, beyond the mistakes of the other tests here. Runs with `--emulated`."""
 
 import gc
+import math
 import re
 from fnmatch import fnmatch
 
@@ -147,3 +148,18 @@ def test_every_replaced_function_says_what_it_accesses_late():
     names = [name for name, function in libraries.OPERATORS.items() if function.__module__ in own]
     names += [*libcudart._FUNCTIONS, "cudaHostRegister", "cudaHostUnregister"]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in stated)] == []
+
+
+def test_a_graph_of_an_operator_that_returns_its_arguments():
+    """FlashMLA returns its schedules after two new results, which a replay writes."""
+    pytest.importorskip("flash_mla")
+    q = torch.ones(1, 1, 64, 576, dtype=torch.bfloat16, device="cuda")
+    kv = torch.zeros(2, 64, 1, 656, dtype=torch.uint8, device="cuda")
+    lists = torch.arange(64, dtype=torch.int32, device="cuda").view(1, 1, 64)
+    schedules = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (8, 2)]
+    torch.cuda.synchronize()
+    graph, decode = torch.cuda.CUDAGraph(), torch.ops.flash_mla_legacy.sparse_decode_fwd.default
+    with torch.cuda.graph(graph):
+        _, lse, *_ = decode(q, kv, lists, None, None, *schedules, None, None, None, 512, 1.0)
+    graph.replay()
+    assert lse.flatten().tolist() == pytest.approx([math.log(64)] * 64)

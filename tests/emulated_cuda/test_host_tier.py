@@ -230,9 +230,13 @@ def test_a_transfer_that_does_not_wait_for_the_model(server, fence):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("recorded", [True, False])
-def test_page_lists_are_kept_until_they_were_read(server, monkeypatch, recorded):
-    """SGLang's `_record_stream` (l2_transfer.py), when the list is gone before the transfer has ended."""
+@pytest.mark.parametrize(("engine", "recorded"), [("kernel", True), ("kernel", False), ("staged", True)])
+def test_page_lists_are_kept_until_they_were_read(controller_of, monkeypatch, engine, recorded):
+    """SGLang's `_record_stream` (l2_transfer.py), when the list is gone before the transfer has ended.
+
+    `staged` reads it on a stream of its own, for which the recorded one waits.
+    """
+    server = Server(controller_of, "fp4", "layer_major", engine, "kernel")
     if not recorded:
         engine = type(server.controller.l2_transfer_engine)
         monkeypatch.setattr(engine, "_record_stream", staticmethod(lambda *args: None))

@@ -7,7 +7,6 @@ are forked from a process that has imported SGLang: a start takes 5 s of CPU tim
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import cluster_servers
+import demo_runs
 import foreign_version
 import grpc_server
 import host_tier_servers as host_tier
@@ -31,14 +31,11 @@ import smollm2_server
 import soak_runs
 import store_servers
 import weight_servers
-from live_processes import ended
 from programs import clean_environment, printed_by, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
 from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.model import held_out_windows
-from sgl_kvpool.demo.model import model_path as shipped_model_path
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port, serve_command
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 
@@ -211,96 +208,6 @@ def refused(model_path, folder):
     return {"status": done.returncode, "log": done.stdout}
 
 
-def demo(model_path, folder):
-    """The demo with its small model, for all layouts; what it prints, and demo.json."""
-    folder.mkdir()
-    program = Path(sys.executable).parent / "sgl-kvpool"
-    return {
-        "printed": printed_by([program, "demo", "--model", "bytes", "--out", folder / "results"], 1800),
-        "files": sorted(path.name for path in (folder / "results").iterdir()),
-        **json.loads((folder / "results" / "demo.json").read_text()),
-    }
-
-
-def evaluated(model_path, folder):
-    """`evaluate` with two layouts, killed before its hidden numbers, and again; with a third whose rows are
-    decoded wrongly on purpose; and of a model that it takes for one with sparse attention, in two pools.
-    """
-    folder.mkdir()
-    text = folder / "text.txt"
-    text.write_text("".join(window.text for window in held_out_windows()[:3]))
-    arguments = cpu_arguments(shipped_model_path(), 1)[4:]  # without model and port
-    command = [sys.executable, "-m", "sgl_kvpool", "evaluate", "--model", shipped_model_path()]
-    command += ["--text", text, "--windows", "5", "--window-tokens", "512", "--hidden-tokens", "1000"]
-    killed = killed_evaluation(
-        [*command, "--layouts", "bf16,fp4", "--out", folder / "results", "--", *arguments],
-        folder / "results" / "evaluate.json",
-    )
-    printed = [
-        printed_by(
-            [*command, "--layouts", layouts, "--out", folder / "results", "--", *arguments], 900,
-            SGLANG_EXTERNAL_MODEL_PACKAGE=models, PYTHONPATH=python_path(HERE),
-        )
-        for layouts, models in (("bf16,fp4", MODELS), ("bf16,fp4_fp8_rope", "damaged_models"))
-    ]  # fmt: skip
-    sparse = shutil.copytree(shipped_model_path(), folder / "sparse")
-    config = {**json.loads((sparse / "config.json").read_text()), "index_topk": 64}
-    (sparse / "config.json").write_text(json.dumps(config))
-    command = [*command[:5], sparse, *command[6:-2], "--layouts", "fp4"]
-    environment = clean_environment(SGLANG_EXTERNAL_MODEL_PACKAGE=MODELS, SGLANG_RADIX_FORCE_MISS="1")
-    pools = []
-    for tokens in ("3072", "1536"):
-        out = folder / f"pool-{tokens}"
-        pool = ["--page-size", "256", "--max-total-tokens", tokens, "--host", "192.0.2.1"]
-        done = subprocess.run(
-            [*command, "--out", out, "--", *arguments, *pool],
-            stdout=subprocess.PIPE, text=True, timeout=900, env={**os.environ, **environment},
-        )  # fmt: skip
-        json_file = out / "evaluate.json"
-        pools.append((done.returncode, done.stdout, json_file.exists() and json.loads(json_file.read_text())))
-    return {
-        "printed": printed,
-        "killed": killed,
-        "pools": pools,
-        "files": sorted(path.name for path in (folder / "results").iterdir()),
-        **json.loads((folder / "results" / "evaluate.json").read_text()),
-    }
-
-
-def killed_evaluation(command, results):
-    """Results of `evaluate` that is killed once there are some, and what is left of its processes."""
-    environment = {**os.environ, **clean_environment(SGLANG_EXTERNAL_MODEL_PACKAGE=MODELS)}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-    while not results.exists() and process.poll() is None:
-        time.sleep(0.02)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
-    left = [one.pid for one in family if not ended(one.pid, 10)]
-    return {"family": len(family), "left": left, "results": json.loads(results.read_text())["results"]}
-
-
-#: The demo with its small model and one layout.
-BYTES_DEMO = (sys.executable, "-m", "sgl_kvpool", "demo", "--model", "bytes", "--layouts", "fp4")
-
-
-def killed(model_path, folder):
-    """The demo, whose scheduler is killed while it scores, as Linux does when memory is short."""
-    folder.mkdir()
-    env = {**os.environ, **clean_environment()}
-    command = [*BYTES_DEMO, "--out", folder / "results"]
-    printed = folder / "printed"
-    with printed.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    while "scoring" not in printed.read_text() and process.poll() is None:
-        time.sleep(0.2)
-    # Forked processes keep the name of the importing one; the scheduler has most memory of its own.
-    family = psutil.Process(process.pid).children(recursive=True)
-    servers = [child for child in family if child.ppid() != process.pid]
-    max(servers, key=lambda child: child.memory_full_info().uss).kill()
-    return {"status": process.wait(timeout=300), "printed": printed.read_text()}
-
-
 def pytest_collection_modifyitems(items):
     """Give tests 3600 s: one start may take 600 s, and the limit of a start ends a server that hangs.
 
@@ -338,14 +245,12 @@ def pytest_collection_finish(session):
 
 #: Jobs other than one server of `CONFIGURATIONS`.
 JOBS = {
-    "demo": demo,
     "engines": engines,
-    "evaluated": evaluated,
-    "killed": killed,
     "refused": refused,
     "regression": regression_run.regression,
     "smollm2": smollm2_server.serve,
     **cluster_servers.JOBS,
+    **demo_runs.JOBS,
     **grpc_server.JOBS,
     **hybrid_servers.JOBS,
     **peer_servers.JOBS,
@@ -359,8 +264,9 @@ JOBS = {
 
 #: Jobs with models of their own. A test of any other job has the tiny model trained first.
 OWN_MODELS = {
-    *("demo", "evaluated", "killed", "regression", "smollm2"),
+    *("regression", "smollm2"),
     *cluster_servers.JOBS,
+    *demo_runs.JOBS,
     *hybrid_servers.JOBS,
     *peer_servers.JOBS,
     *soak_runs.JOBS,

@@ -45,11 +45,13 @@ def environment(folder, cores):
     }
 
 
-def serve(arguments, ask_more=None):
+def serve(arguments, ask_more=None, *faults):
     """A job of conftest's: `job(model_path, folder)` starts the server, and returns its answers."""
 
     def job(model_path, folder):
         (folder / "faults").mkdir(parents=True)
+        for fault in faults:
+            (folder / "faults" / fault).touch()
         cores = sorted(os.sched_getaffinity(0))
         log = folder / "server.log"
         with Server(
@@ -169,7 +171,7 @@ def ask_with_faults_and_update(server, folder, answers):
 
 JOBS = {
     "two-ranks": serve(["--tp-size", "2"], ask_with_more_faults),
-    "two-ranks-apart": serve(["--tp-size", "2", "--kv-host-sharing", "rank"], ask_with_faults_and_update),
+    "two-ranks-apart": serve(["--tp-size", "2"], ask_with_faults_and_update, "open_memory"),
     "two-stages": serve(["--pp-size", "2"], update),
     "two-replicas": serve(["--dp-size", "2"], update),
 }

@@ -133,6 +133,8 @@ def test_evaluation_of_a_checkpoint(record):
     assert damaged["same_top_token"] < 0.9
     assert all(len(result["hidden"]) == 5 for result in found["results"])
     assert "hidden numbers" in second
+    assert "accepted drafts" not in second
+    assert {result["accepted_drafts"] for result in found["results"]} == {None}
 
 
 @pytest.mark.engine("evaluated")

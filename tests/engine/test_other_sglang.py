@@ -76,36 +76,22 @@ def test_the_host_tier_is_refused_by_name():
 
 @pytest.mark.parametrize("more", [(), ("--enable-hierarchical-cache",)])
 def test_without_the_opt_in_everything_is_refused(more):
-    last = refused(*LAYOUT, *more).rstrip().splitlines()[-1]
-    assert last.startswith(
+    said = [line for line in refused(*LAYOUT, *more).splitlines() if "was requested" in line]
+    assert said[-1].startswith(
         f"sgl-kvpool: a KV cache layout was requested, but SGLang {VERSION} is not a version this release "
         "was tested with (sglang>=0.5.23,<0.5.24)"
     )
 
 
-def test_the_page_names_the_groups_that_do_not_work(sglang_table):
-    page = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in sglang_table[2:]]
-    failing = [name for name, _, other, _ in rows if other != "works"]
-    assert f"On {VERSION} these groups do not work: {', '.join(failing)}." in page
-
-
-@pytest.fixture(scope="module")
-def sglang_table():
-    """The table for both releases, by the command for maintainers."""
-    done = subprocess.run(
-        [ROOT / ".venv" / "bin" / "python", ROOT / "scripts" / "check_hook_points.py", PYTHON],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    table, _, changes = done.stdout.partition("\n\n")
+def test_doctor_names_what_differs_and_the_page_the_groups_that_do_not_work():
+    command = [PYTHON, "-m", "sgl_kvpool", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
-    for line in (  # an import that the other release lacks, and both signatures
-        "  sglang.srt.mem_cache.device_pool_info.MLABufferInfo: in 0.5.23 only",
-        "    0.5.22 (mamba_pool, *, host_size, layout, mtp_draft_device_pools=())  FAILS: takes no pool_",
-        "    0.5.23 (mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=())",
-        "the same signature, another source:\n",
-    ):
-        assert line in changes
-    return table.splitlines()
+    found = json.loads(done.stdout)["probes"]["hook points"]
+    page = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())
+    failing = [problem.partition(": ")[0] for problem in found["problems"]]
+    assert f"On {VERSION} these hook groups do not work: {', '.join(failing)}." in page
+    titles = [note.partition(": ")[0] for note in found["notes"]]
+    assert titles[1:] == ["new arguments", "arguments that are gone", "other defaults"]
+    assert "managers.scheduler.Scheduler" in found["notes"][0]
+    assert len(done.stdout.splitlines()) < 200

@@ -15,7 +15,8 @@ from tiny_model import KNOWN
 
 from sgl_kvpool.metrics import FAILURES
 
-#: Ranks that share one host tier, as they do unless told otherwise, and ranks with one each.
+#: Ranks that share one host tier, as they do unless told otherwise, and ranks with one each, because the
+#: system does not let them.
 TWO_RANKS, APART = "two-ranks", "two-ranks-apart"
 STAGES, REPLICAS = "two-stages", "two-replicas"
 #: Pages that the self-check at start moves there and back.
@@ -87,6 +88,7 @@ def test_pages_are_stored_once_or_by_each_rank(record, name):
     answers, shared = record(name), name == TWO_RANKS
     assert answers["info"]["tp_size"] == 2
     assert answers["info"]["kv_host_sharing"] == ("node" if shared else "rank")
+    assert answers["log"].count("each rank gets a host tier of its own: ") == (not shared)
     for rank in (0, 1):
         lines = [line for line in answers["log"].splitlines() if f" TP{rank}]" in line]
         pages = PAGES_OF_TWO if shared else PAGES_OF_ONE
@@ -201,6 +203,7 @@ def test_sglang_saw_no_rank_do_something_else(record, name):
 def test_replicas_answer_and_find_pages_in_the_store(record, name):
     """Two schedulers with a pool and a host tier of their own; both prefill."""
     answers, alone = record(name), record(ALONE)
+    assert answers["info"]["kv_host_sharing"] == "rank"
     assert ids(answers["first"]) == ids(alone["first"])
     assert cached(answers["store_hit"]) == {**MISS, "storage": LONG}
     assert answers["store_hit"]["output_ids"] == answers["first"][3]["output_ids"]

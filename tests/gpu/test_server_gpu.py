@@ -42,6 +42,7 @@ EMULATED = os.environ.get("TEST_EMULATED") == "1"
 #: Rows that the emulated device does not run -> the kernels that it lacks.
 NOT_REPLACED = {
     ("deepseek_v32", "fp4-dense"): "FlashAttention 3",
+    ("deepseek_v32", "stock-mtp"): "sgl_kernel's fast_topk_transform_fused",
     ("glm5", "stock"): "FlashAttention 3",
 } if EMULATED else {}  # fmt: skip
 # A box may have SGLang without its largest wheels.
@@ -205,8 +206,8 @@ def ask(shape, name, model, log, importing=None):
         from emulated_cuda.conftest import OPTIONS
 
         environment = {**OPTIONS, **environment}
-        # SGLang captures 22 sizes of prefills, for 4 s each.
-        command += ["--cuda-graph-bs-prefill", "64", str(CHUNK)]
+        # SGLang captures 22 sizes of prefills, for 4 s each, and with MTP 8 of decoding, for 10 s each.
+        command += ["--cuda-graph-bs-prefill", "64", str(CHUNK), "--cuda-graph-bs-decode", "1", "4", "8"]
     if shape in random_hybrid.CONFIGS:
         # SGLang would take half of the pool's memory for states; a running request has five.
         command += ["--max-running-requests", "8", "--max-mamba-cache-size", "64"]

@@ -117,8 +117,12 @@ class Result:
         self.reports = found["reports"]
         self.instructions = found["instructions"]
         self.touched = [(base, start, size, bool(write)) for base, start, size, write in found["touched"]]
+        self._lines = found["lines"]
+
+    @functools.cached_property
+    def lines(self) -> list[dict[str, Any]]:
         names = ("line", "class", "name", "count", "lanes", "units", "ideal", "bytes")
-        self.lines = [dict(zip(names, row, strict=True)) for row in found["lines"]]
+        return [dict(zip(names, row, strict=True)) for row in self._lines]
 
     def total(self, what: str, *classes: str) -> int:
         """Sum of a column of `lines` over classes of instructions."""

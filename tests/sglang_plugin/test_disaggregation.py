@@ -25,9 +25,13 @@ from shown import SHOWN
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rows_are_in_what_peers_compare(manager_of, mode, layout):
     from sglang.srt.disaggregation.utils import kv_layout_signature
+    from sglang.srt.runtime_context import get_server_args
 
     manager = manager_of(mode, pool_of(layout))
     assert manager.kv_cache_dtype_str == manager.kv_args.kv_cache_dtype_str == STRINGS[layout]
+    # A second manager of the same arguments has the same name.
+    type(manager)(manager.kv_args, manager.disaggregation_mode, get_server_args(), True)
+    assert manager.kv_args.kv_cache_dtype_str == STRINGS[layout]
     # The signature is part of the checksums of --disaggregation-enable-kv-checksum.
     signature = kv_layout_signature(manager.kv_args)
     manager.kv_args.kv_cache_dtype_str = {**SHOWN, "bf16": "auto"}[layout]

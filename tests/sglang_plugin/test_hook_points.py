@@ -43,8 +43,8 @@ def test_all_hook_points_hold_in_this_sglang():
     code = "from sgl_kvpool.commands.doctor import probes; print(probes.hook_points())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "problems=[]" in done.stdout
-    assert re.search(r"'checked': (\d{3}), 'hold': \1,", done.stdout), done.stdout
+    assert "problems=[], notes=[]" in done.stdout
+    assert re.search(r"'checked': (\d{3}), 'hold': \1}", done.stdout), done.stdout
 
 
 def test_check_names_what_differs():
@@ -103,20 +103,37 @@ NO_TOPK = (
     "import sglang.srt.layers.attention.dsa_backend as d;"
     "del d.DeepseekSparseAttnBackend.get_topk_transform_method;"
 )
+#: The comparison with the tested SGLang takes half a minute, and test_fingerprint.py has it.
+COMPARED = (
+    "from sgl_kvpool.sglang_plugin import fingerprint;"
+    "fingerprint._compared = lambda: {'new arguments': ['rows=0', 'x=1']};"
+)
 WITHOUT_POINT = NO_POOL_CLASS + LOAD.format(argv=["x"]) + "print('went on')"
 GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 FP4 = "--kv-cache-layout fp4"
 
 #: Process (of another SGLang, of this one, a scheduler), code before, arguments, environment, last line.
 STOPPED = [
-    ("other", "", FP4, {}, "a KV cache layout was requested"),
-    ("other", "", "--kv-cache-layout=fp4", {}, "a KV cache layout was requested"),
-    ("other", "", "", {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}, "a KV cache layout was requested"),
-    ("other", "", "--kv-cache-arrangement token_major", {}, "a KV cache arrangement was requested"),
-    ("other", "", "", {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}, "a KV cache arrangement was requested"),
-    ("other", "", "", {"KVPOOL_FIX_TOPK": "1"}, "KVPOOL_FIX_TOPK=1 was requested"),
-    ("other", "", "", {"KVPOOL_PREFILL_READS_ROWS": "1"}, "KVPOOL_PREFILL_READS_ROWS=1 was requested"),
-    ("other", "", "", {"SGL_KVPOOL_KV_CACHE_LAYOUT": "x"}, "the nearest is KVPOOL_KV_CACHE_LAYOUT: set"),
+    ("other", COMPARED, FP4, {}, "a KV cache layout was requested"),
+    ("other", COMPARED, "--kv-cache-layout=fp4", {}, "a KV cache layout was requested"),
+    ("other", COMPARED, "", {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}, "a KV cache layout was requested"),
+    ("other", COMPARED, "--kv-cache-arrangement token_major", {}, "a KV cache arrangement was requested"),
+    (
+        "other",
+        COMPARED,
+        "",
+        {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"},
+        "a KV cache arrangement was requested",
+    ),
+    ("other", COMPARED, "", {"KVPOOL_FIX_TOPK": "1"}, "KVPOOL_FIX_TOPK=1 was requested"),
+    ("other", COMPARED, "", {"KVPOOL_PREFILL_READS_ROWS": "1"}, "KVPOOL_PREFILL_READS_ROWS=1 was requested"),
+    (
+        "other",
+        COMPARED,
+        "",
+        {"SGL_KVPOOL_KV_CACHE_LAYOUT": "x"},
+        "the nearest is KVPOOL_KV_CACHE_LAYOUT: set",
+    ),
     ("this", RENAMED_STEP, FP4, {}, "has no handle_deprecated_dp_attention"),
     ("this", OTHER_FAILURE, FP4, {}, "the plugin failed: TypeError"),
     # SGLang swallows other exceptions of a plugin.
@@ -142,6 +159,7 @@ def test_a_process_that_cannot_serve_what_was_requested_stops(
         assert f"{text}, but SGLang 0.6.1 is not a version" in done.stderr
         assert "sglang>=0.5.23,<0.5.24" in done.stderr
         assert "KVPOOL_ALLOW_UNTESTED=1" in done.stderr
+        assert done.stderr.endswith("\nsgl-kvpool: new arguments: rows=0; x=1\n")
 
 
 @pytest.mark.parametrize(

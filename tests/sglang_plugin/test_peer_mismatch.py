@@ -1,10 +1,12 @@
 """Requests of a prefill server with other rows, through SGLang's queue, receivers and sockets."""
 
 import asyncio
+import functools
 import json
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
@@ -213,6 +215,21 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
     assert time.monotonic() - began < 4
     assert told(prefill, 80 + len(slow_ones) + 1)
     assert sum(thread.name == "kvpool-peers" for thread in threading.enumerate()) == 1
+
+
+def test_no_more_threads_can_be_started(pair, bootstrap, counted, monkeypatch):
+    """Neither asking a prefill server nor notifying one ends the scheduler's loop."""
+    _, decode = pair
+    asked, refused = decode.request(bootstrap, 71), decode.request("127.0.0.1:1", 72)
+    peer_mismatch._peers["127.0.0.1:1"] = peer_mismatch._Peer(Future(), time.monotonic() - 5, "other rows")
+    monkeypatch.setattr(peer_mismatch, "_loop", functools.cache(peer_mismatch._loop.__wrapped__))
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert decode.settled({bootstrap: [asked], "127.0.0.1:1": [refused]}) == set()
+    assert failure(refused) == "other rows"
 
 
 def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch):

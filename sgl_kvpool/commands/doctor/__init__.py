@@ -21,10 +21,7 @@ SCHEMA = 1
 def examine(
     *, with_self_check: bool = False, reached: Callable[[str], None] = lambda name: None
 ) -> dict[str, Finding]:
-    """Run every probe, also after another one has failed; return findings by the probe's name.
-
-    `reached` is called with a probe's name before it runs.
-    """
+    """Run every probe, also after one failed; findings by name. `reached` is called with a name before it."""
     first: dict[str, Callable[[], Finding]] = {
         "packages": probes.packages,
         "plugin": probes.plugin,
@@ -105,7 +102,6 @@ def _guarded(probe: Callable[[], Finding]) -> Finding:
 
 
 def problems(findings: dict[str, Finding]) -> list[str]:
-    """All problems, each with its probe's name."""
     return [f"{name}: {problem}" for name, finding in findings.items() for problem in finding.problems]
 
 

@@ -50,7 +50,6 @@ class Finding:
 
 
 def processor() -> str:
-    """Name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -69,7 +68,6 @@ def machine() -> dict[str, Any]:
 
 
 def packages() -> Finding:
-    """Versions of Python and of the relevant distributions."""
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})
@@ -103,8 +101,7 @@ def plugin() -> Finding:
             "folder on PYTHONPATH is not enough"
         )
     finding.facts[env.SGLANG_PLUGINS] = os.environ.get(env.SGLANG_PLUGINS) or None
-    problem = env.plugin_list_problem()
-    if problem:
+    if problem := env.plugin_list_problem():
         finding.problems.append(problem)
     finding.facts |= {name: env.text(name) for name in env.VARIABLES if env.text(name) is not None}
     finding.problems += environment_problems()
@@ -130,21 +127,15 @@ def hook_groups() -> tuple[Any, ...]:
 
 
 def hook_points() -> Finding:
-    """Which hook groups work on the installed SGLang. Imports SGLang."""
-    from sgl_kvpool.sglang_plugin.hook_points import check
+    """Hook groups that fail on the installed SGLang, and its differences from the tested one. Imports it."""
+    from sgl_kvpool.sglang_plugin import fingerprint
 
-    finding = Finding({"checked": 0, "hold": 0})
-    for group in hook_groups():
-        points = group.points()
-        problems = check(points)
-        finding.facts["checked"] += len(points)
-        finding.facts["hold"] += len(points) - len(problems)
-        finding.facts[group.name] = f"{len(points)} hook points hold"
-        if problems:
-            finding.facts[group.name] = (
-                f"{len(problems)} of {len(points)} hook points fail; leave out {group.leave_out}"
-            )
-        finding.problems += [f"{group.name}: {problem}" for problem in problems]
+    groups = hook_groups()
+    failing = fingerprint.failing(groups)
+    finding = Finding({"checked": sum(len(group.points()) for group in groups)})
+    finding.facts["hold"] = finding.facts["checked"] - sum(map(len, failing.values()))
+    finding.problems = fingerprint.lines(failing)
+    finding.notes = fingerprint.lines(fingerprint.differences(groups))
     return finding
 
 

@@ -58,7 +58,6 @@ class NoAnswer(RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of `sgl-kvpool plan`."""
     parser.add_argument(
         "--model",
         required=True,
@@ -133,7 +132,10 @@ def run(arguments: argparse.Namespace) -> int:
         trusted = given(arguments.server_arguments, (_TRUST,)) is not None
         path = stack.enter_context(model.sglang_path(trusted))
         others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
-        servers = [_request(path, each, arguments, others) for each in candidates]
+        # Any size of the host tier: it does not affect the device, and the size that fits is computed later.
+        any_gb = None if arguments.host_gb is None else 1
+        words = [one.arguments(arguments.tp, others, any_gb) for one in candidates]
+        servers = [{"model_path": path, "arguments": each} for each in words]
         print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
         answers = ask(machine, servers)
     plan = Plan.of(
@@ -215,15 +217,6 @@ def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.
         else:
             yield word
         before = word
-
-
-def _request(
-    model_path: str, candidate: Candidate, arguments: argparse.Namespace, others: Sequence[str]
-) -> dict[str, Any]:
-    # Any size of the host tier: it does not affect the device, and the size that fits is computed later.
-    host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
-    words = candidate.arguments(arguments.tp, others, host_gb)
-    return {"model_path": model_path, "arguments": words}
 
 
 def _candidates(with_host: bool) -> list[Candidate]:

@@ -29,7 +29,6 @@ _MODULES = (
 
 
 def main() -> int:
-    """Answer one request; returns the exit status."""
     answers = Answers()
     request = json.load(sys.stdin)
     import importlib
@@ -40,10 +39,9 @@ def main() -> int:
 
     from sgl_kvpool import env
     from sgl_kvpool.commands.doctor.probes import hook_groups
-    from sgl_kvpool.sglang_plugin.hook_points import version_problem
+    from sgl_kvpool.sglang_plugin import fingerprint
 
-    problem = version_problem()
-    if problem is not None and not env.flag(env.ALLOW_UNTESTED):
+    if not env.flag(env.ALLOW_UNTESTED) and (problem := fingerprint.problem()):
         sys.exit(problem)
     load_plugins()
     # A server on the described GPU checks its hook groups. Some of their modules look for a GPU when they are
@@ -161,10 +159,7 @@ def _failing_line(error: BaseException) -> str:
 
 
 def _describe(machine: Any) -> None:
-    """Make SGLang see the GPUs of a machine from now on; modules with its rules must be imported before.
-
-    The description cannot be undone.
-    """
+    """Make SGLang see a machine's GPUs, for good; modules with its rules must be imported before."""
     import torch
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.utils import common

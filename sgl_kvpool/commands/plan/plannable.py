@@ -41,8 +41,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
     if not file.is_file():  # a format or a place that only SGLang knows
         return
     given = {name for name, _ in _fields(json.loads(file.read_text(encoding="utf-8", errors="replace")))}
-    missing = [names[0] for names in _GEOMETRY if not given.intersection(names)]
-    if missing:
+    if missing := [names[0] for names in _GEOMETRY if not given.intersection(names)]:
         raise IncompleteConfig(
             f"config.json of {model_name(model_config)} lacks {' and '.join(missing)}, which the cache's "
             "size depends on, and another model's default would be used; take the checkpoint's config.json"
@@ -50,10 +49,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """Raise ValueError if a size in config.json is not a whole number above 0 (rope: 0 or more).
-
-    SGLang does not check this.
-    """
+    """Raise ValueError unless sizes are whole numbers above 0 (rope: 0 or more); SGLang does not check."""
     names = {"max_position_embeddings", *(name for names in _GEOMETRY for name in names)}
     for name, value in _fields(config):
         least = 0 if name == "qk_rope_head_dim" else 1

@@ -108,7 +108,7 @@ class Candidate:
         found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
         if self.layout is not None:
             found += ["--kv-cache-layout", self.layout]
-        if host_gb is not None:
+        if host_gb is not None and self.layout is not None:
             found += ["--enable-hierarchical-cache", "--hicache-size", str(host_gb)]
             if self.host_layout is not None:
                 found += ["--kv-host-layout", self.host_layout]
@@ -150,7 +150,6 @@ class PlannedServer:
 
     @property
     def name(self) -> str:
-        """Name of the server in tables."""
         if self.layout is None:
             return "SGLang as it is"
         return self.layout if self.host_layout is None else f"{self.layout}, host {self.host_layout}"
@@ -158,8 +157,6 @@ class PlannedServer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The request, and the plan of every server."""
-
     schema: int
     model_path: str
     model: dict[str, Any]

@@ -4,7 +4,6 @@ from sgl_kvpool.commands.plan.planned import MEMORY, Plan, PlannedServer
 
 
 def text(plan: Plan) -> str:
-    """Text of the plan."""
     refused = {server.refused for server in plan.servers}
     if len(refused) == 1 and None not in refused:
         return "\n".join([*_head(plan), "", f"no server starts, with a layout or without: {refused.pop()}"])

@@ -21,7 +21,6 @@ been run yet.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the server arguments that change the compiled code, and the device."""
     parser.epilog = EPILOG
     parser.add_argument(
         "--model",

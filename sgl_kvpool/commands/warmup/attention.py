@@ -25,7 +25,6 @@ _SPARSE_SLOTS = 64
 
 
 def publish(served: Served, device: str) -> None:
-    """Publish a server's arguments."""
     rehearsal.publish(
         device,
         tp_size=served.tensor_parallel,
@@ -36,10 +35,7 @@ def publish(served: Served, device: str) -> None:
 
 
 def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
-    """Smallest batch with split lists and smallest batch with whole lists, which use different kernels.
-
-    One entry if all batches use the same kernel.
-    """
+    """Smallest batches with split and with whole lists, or one if the same kernel takes both."""
     index = torch.cuda.current_device() if device == "cuda" else None
     sm_count = sm_count_of(torch.device(device, index))
     first: dict[bool, int] = {}
@@ -69,7 +65,6 @@ class Attention:
 
     @cached_property
     def pool(self) -> Any:
-        """Our pool for SGLang, of a few pages, with rows of the layout."""
         from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
         served = self.served
@@ -224,7 +219,6 @@ class SparseRows:
         self.rows = torch.zeros((_SPARSE_SLOTS, 1, self.fmt.row_bytes), dtype=torch.uint8, device=device)
 
     def store(self) -> None:
-        """Store new tokens."""
         keys = torch.zeros((2, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
         rank = self.fmt.kv_lora_rank
         rope = keys[:, rank:] if self.fmt.rope is not None else None
@@ -247,5 +241,4 @@ class SparseRows:
             gather_rows(self.rows.squeeze(1), torch.arange(2, dtype=dtype, device=self.device), self.fmt)
 
     def batch_sizes(self) -> list[int]:
-        """Batch sizes (queries) with split lists and with whole lists."""
         return _split_and_whole(self.fmt, self.served.heads_per_rank, 1, self.top_k, self.device)

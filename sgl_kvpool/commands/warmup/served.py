@@ -55,7 +55,6 @@ class Served:
 
     @property
     def table_width(self) -> int:
-        """Slots per request in SGLang's request table."""
         return self.context_len + _EXTRA_SLOTS + self.draft_tokens
 
 

@@ -102,7 +102,6 @@ class Outcome:
 
 
 def carry_out(steps: Sequence[Step]) -> list[Outcome]:
-    """Run all steps in order; prints a line for each."""
     outcomes = []
     for step in steps:
         with progress(step.name):
@@ -204,10 +203,9 @@ def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]
 
 
 def _page_hash() -> Step:
-    return Step("SGLang's hash of pages, for stores", (CACHES["torch"],), _hash_a_page)
+    def use() -> None:
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+        get_storage_hash_str(list(range(64)), None, page_size=64)
 
-def _hash_a_page() -> None:
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    get_storage_hash_str(list(range(64)), None, page_size=64)
+    return Step("SGLang's hash of pages, for stores", (CACHES["torch"],), use)

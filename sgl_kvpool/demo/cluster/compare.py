@@ -1,6 +1,5 @@
 """`sgl-kvpool demo --cluster`: a store, prefill and decode servers and a router, for some layouts in turn."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +20,8 @@ LAYOUTS = (MLAKVCacheLayout.BF16, MLAKVCacheLayout.FP4)
 _PROMPTS = 4
 
 #: Modules of the extra `distributed`.
-_NEEDED = ("mooncake", "nixl", "sglang_router")
+NEEDED = ("mooncake", "nixl", "sglang_router")
 _FOLDER, _RESULTS = "cluster", "cluster.json"
-
-
-def missing_packages() -> list[str]:
-    """Modules that the command needs and this environment lacks."""
-    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
 def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:

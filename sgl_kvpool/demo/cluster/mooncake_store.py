@@ -118,8 +118,7 @@ def library_path() -> str:
         return given
     libraries = _nixl_libraries()
     found = {name: path for name in missing if (path := _in_wheel(libraries, name)) is not None}
-    absent = [name for name in missing if name not in found]
-    if absent:
+    if absent := [name for name in missing if name not in found]:
         raise ValueError(
             f"Mooncake needs {', '.join(absent)}, which neither this machine nor {_PACKAGE} has; "
             "install sgl-kvpool[distributed], or the system's libibverbs1, libnuma1 and libcurl4"

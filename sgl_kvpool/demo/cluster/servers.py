@@ -100,10 +100,7 @@ def store_arguments(backend: str) -> list[str]:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for a background action of a server.
-
-    ServerFailed if the condition is not true in time; the message names `what`.
-    """
+    """Wait for a background action of a server; ServerFailed, which names `what`, if it takes longer."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

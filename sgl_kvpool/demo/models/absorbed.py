@@ -93,7 +93,6 @@ class DeepseekV3ForCausalLM(_AbsorbedModel):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch, **_):
-        """Logits of a batch of `T` tokens of any requests; `positions` is ``[T]``."""
         hidden = self.model.model(
             input_ids=input_ids[None],
             position_ids=positions[None],

@@ -71,8 +71,9 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
     from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
     # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
-    if not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
-        args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args), bool(args.num_draft_entries))
+    if not layout.is_sglang_native:
+        if MARK not in args.kv_cache_dtype_str:
+            args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args), bool(args.num_draft_entries))
     elif StateType.DSA not in args.state_types and model_config_of(server_args).dtype is torch.bfloat16:
         # What a dense server without the plugin reports: its argument; `auto` are rows in the model's dtype.
         args.kv_cache_dtype_str = server_args.kv_cache_dtype

@@ -98,7 +98,7 @@ def reader_of(backend: Any) -> Any:
     return getattr(backend, _READER, None)
 
 
-@around(f"{_BACKEND}.set_dsa_prefill_impl", "sparse attention")
+@around(f"{_BACKEND}.set_dsa_prefill_impl", "sparse attention", repairs="#21011, closed")
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
     """Restore the user's `flashmla_auto` before SGLang chooses an implementation for a batch.
 
@@ -109,7 +109,7 @@ def _set_dsa_prefill_impl(original, self, forward_batch=None):
     original(self, forward_batch)
 
 
-@around(f"{_BACKEND}.get_topk_transform_method", "sparse attention")
+@around(f"{_BACKEND}.get_topk_transform_method", "sparse attention", repairs="#20163, #21011, closed")
 def _get_topk_transform_method(original, self, forward_mode=None):
     """The top-k transform, for metadata, indexer, forward pass and the seeds of drafts alike."""
     layout = _layout_in_table(self)
@@ -122,7 +122,7 @@ def _get_topk_transform_method(original, self, forward_mode=None):
     return TopkTransformMethod[transform.name]
 
 
-@around(f"{_BACKEND}.init_forward_metadata", "sparse attention")
+@around(f"{_BACKEND}.init_forward_metadata", "sparse attention", repairs="#33197, open")
 def _init_forward_metadata(original, self, forward_batch):
     """Where the keys of each token's request begin, with prefill context parallelism and RAGGED.
 

@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 #: Longest file name of the file systems that SGLang's stores of files are used on.
 _NAME_BYTES = 255
-#: Bytes of a file name besides the model's name: a SHA-256 in hex, ranks, file extension.
-_KEY_BYTES = 64 + 32
+#: Bytes of a file name besides the model's: a SHA-256 in hex, "_" and ".bin"; what tells pools apart, and
+#: ranks, at most.
+_KEY_BYTES, _POOL_BYTES, _RANK_BYTES = 64 + 1 + 4, 19, 27
 #: Prefix of the format tag of rows in SGLang's own host pool, whose pages differ from ours.
 _STOCK_TIER = "sglang-"
 
@@ -81,7 +82,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         uncached.warn_of_small_tier(tier, kv_pool)
         return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
-    from sglang.srt.runtime_context import get_memory, get_parallel
+    from sglang.srt.runtime_context import get_memory, get_parallel, get_server_args
 
     from sgl_kvpool.srt.host.shared_segment import SharingRefused
 
@@ -110,6 +111,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
             raise
         if get_parallel().attn_tp_rank == 0:
             logger.warning("sgl-kvpool: each rank gets a host tier of its own: %s", refused)
+        setattr(get_server_args(), HOST_SHARING.attribute, RANK)  # what is in use
         tier = build(None)
     state_tier.row_tier_built(tier)
     uncached.warn_of_small_tier(tier, kv_pool)
@@ -130,6 +132,19 @@ def _name_rows(tier: Any, pools: Sequence[Any]) -> None:
         from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
 
         tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, tier.page_size)}"
+
+
+@around("sglang.srt.managers.scheduler.Scheduler.get_init_info", "host tier")
+def _get_init_info(original, self):
+    """Report whether ranks share the host tier."""
+    return {**original(self), HOST_SHARING.name: host_tier_of(self.server_args).sharing}
+
+
+@around("sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info", "host tier")
+def _get_init_info_of_replicas(original, self):
+    """Pass on whether ranks share host tiers."""
+    found = {info[HOST_SHARING.name] for info in self._scheduler_init_infos}
+    return {**original(self), HOST_SHARING.name: RANK if RANK in found else NODE}
 
 
 @around(
@@ -173,12 +188,19 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     Before, refuse a model name that is too long for file names, make the folders of files, warn about those
     that other accounts can reach, and compile SGLang's hash function.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     store: Any = FILE_STORES.get(storage_backend)
     folders = store.folders(kwargs.get("storage_backend_extra_config")) if store else []
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
     if holds_our_rows(pool) or tag.startswith(_STOCK_TIER):
         name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
+        if folders and name_bytes <= _NAME_BYTES:
+            sizes, pools = get_parallel(), getattr(self.mem_pool_host, "entries", ())
+            has_shards = sizes.pp_size * sizes.attn_cp_size * sizes.attn_dcp_size > 1
+            name_bytes += _POOL_BYTES * (len(pools) > 1)
+            name_bytes += _RANK_BYTES * (has_shards and storage_backend == "file")  # NIXL names no such ranks
         if folders and name_bytes > _NAME_BYTES:
             raise Refusal(
                 f"--hicache-storage-backend {storage_backend} names its files after the model, and "
@@ -187,8 +209,7 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
             )
     for folder in folders:
         store.make_private(folder)
-        warning = store.warning(folder)
-        if warning is not None:
+        if (warning := store.warning(folder)) is not None:
             logger.warning("sgl-kvpool: %s", warning)
     weights.attach()
     if holds_our_rows(pool):

@@ -90,17 +90,15 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
 
 
 def _describe_when_ready(launched, server_args) -> None:
-    """Add the layout in use to what the schedulers report when they are ready.
-
-    SGLang puts this report into the answers of `/server_info`, gRPC and the Engine, and hands it to processes
-    that answer without loading plugins (`--tokenizer-worker-num`, `Engine.attach_tokenizer_worker`).
+    """Add the layout in use to the schedulers' reports, which SGLang puts into the answers of `/server_info`,
+    gRPC and the Engine, also by processes that load no plugins (`--tokenizer-worker-num`).
     """
     wait = launched.wait_for_ready
 
     def wait_for_ready() -> None:
         wait()
         for info in launched.scheduler_infos:
-            info.update(layout_info(server_args))
+            info.update({**layout_info(server_args), **info})  # schedulers know what is in use
 
     launched.wait_for_ready = wait_for_ready
 

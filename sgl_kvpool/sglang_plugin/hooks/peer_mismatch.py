@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +52,6 @@ class _Peer:
 #: Prefill servers that are not known to match, by address.
 _peers: dict[str, _Peer] = {}
 _notified = asyncio.Semaphore(_MOST_NOTIFIED)
-_zmq = functools.cache(zmq.Context)
 
 
 @functools.cache
@@ -59,6 +59,17 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="kvpool-peers", daemon=True).start()
     return loop
+
+
+def _start(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Let the thread do some work; if no thread can be started, the work fails."""
+    try:
+        return asyncio.run_coroutine_threadsafe(work, _loop())
+    except RuntimeError as error:
+        work.close()
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 async def _get(address: str, *rank: int) -> dict[str, Any]:
@@ -80,14 +91,18 @@ async def _get(address: str, *rank: int) -> dict[str, Any]:
         raise ValueError(short(repr(error))) from None
 
 
-async def _notify(address: str, answer: Future[dict[str, Any]], room: int, message: list[bytes]) -> None:
+async def _notify(address: str, answer: Future[dict[str, Any]], manager: Any, room: int) -> None:
     """Notify the first rank of each DP rank that may have a request; if it fails there, all ranks fail it."""
+    from sglang.srt.disaggregation.common.conn import AbortNotification
     from sglang.srt.utils.network import NetworkAddress
+
+    message = AbortNotification(room, manager.local_ip, manager.rank_port).to_zmq()
 
     async def notify(dp_rank: int) -> None:
         rank = await _get(address, dp_rank, 0, 0, 0)
         ip = str(ipaddress.ip_address(rank["rank_ip"]))  # a name could hold up ZeroMQ's thread
-        with _zmq().socket(zmq.PUSH) as socket:
+        # A context of its own would have threads of its own.
+        with manager.server_socket.context.socket(zmq.PUSH) as socket:
             socket.linger, socket.ipv6 = 1000, True
             socket.connect(NetworkAddress(ip, int(rank["rank_port"])).to_tcp())
             for _ in range(_TOLD_TIMES):
@@ -108,8 +123,7 @@ async def _notify(address: str, answer: Future[dict[str, Any]], room: int, messa
 
 def _peer(address: str) -> _Peer:
     if address not in _peers:
-        answer = asyncio.run_coroutine_threadsafe(_get(address, -1, -1, -1, -1), _loop())
-        _peers[address] = _Peer(answer, time.monotonic())
+        _peers[address] = _Peer(_start(_get(address, -1, -1, -1, -1)), time.monotonic())
     return _peers[address]
 
 
@@ -136,8 +150,6 @@ def _ensure_prefill_info(original, self, addr_to_reqs):
 
 def _holds(peer: _Peer, receiver: Any) -> bool:
     """Fail a request of a refused prefill server; True while it is held."""
-    from sglang.srt.disaggregation.common.conn import AbortNotification
-
     if receiver is None:  # SGLang has dropped the request meanwhile
         return False
     manager, room = receiver.kv_mgr, receiver.bootstrap_room
@@ -145,9 +157,7 @@ def _holds(peer: _Peer, receiver: Any) -> bool:
     if not is_held:
         metrics.failed("peer_mismatch", f"room {room}: {peer.text}")
         receiver.abort()
-        message = AbortNotification(room, manager.local_ip, manager.rank_port).to_zmq()
-        notified = _notify(receiver.bootstrap_addr, peer.answer, room, message)
-        asyncio.run_coroutine_threadsafe(notified, _loop())
+        _start(_notify(receiver.bootstrap_addr, peer.answer, manager, room))
     manager.record_failure(room, peer.text)
     return is_held
 

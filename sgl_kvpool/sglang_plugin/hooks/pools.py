@@ -183,7 +183,11 @@ def _build_hybrid_linear_kv_pool(original, self, **kwargs):
         kv_cache_configurator.HybridLinearKVPool = stock
 
 
-@around("sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", "hybrid models")
+@around(
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    "hybrid models",
+    repairs="none reported",
+)
 def _wrap_for_model(original, runner, full_attn_backend):
     """Wrap the backend for a hybrid model, and hide the dtype of the rows from its linear layers.
 

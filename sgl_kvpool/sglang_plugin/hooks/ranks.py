@@ -154,10 +154,8 @@ def _attach_storage_backend(original, self, *args, hicache_write_policy=None, **
 
     Then note that the tier's pages are not in the new store.
     """
-    if _shared_tier(self) is not None:
-        problem = write_policy_problem(hicache_write_policy)
-        if problem is not None:
-            return False, problem
+    if _shared_tier(self) is not None and (problem := write_policy_problem(hicache_write_policy)):
+        return False, problem
     had_store = self.enable_storage
     found = original(self, *args, hicache_write_policy=hicache_write_policy, **kwargs)
     if found[0] and not had_store:

@@ -156,8 +156,7 @@ def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None
     tier, ours = _of_states(controller, transfers)
     for transfer in ours:
         # A node's state is loaded into its own slot and into the request's: one host slot, in two transfers.
-        problem = tier.host_indices_problem(transfer.host_indices)
-        if problem is not None:
+        if (problem := tier.host_indices_problem(transfer.host_indices)) is not None:
             return f"states: {problem}"
     return None
 
@@ -191,7 +190,7 @@ def join_states(controller: Any, operation: Any) -> None:
     operation.pool_transfers = [*others, joined]
 
 
-@around(f"{_TREE}.init_load_back", "host tier of hybrid models")
+@around(f"{_TREE}.init_load_back", "host tier of hybrid models", repairs="#30986 mended a part")
 def _init_load_back(original, self, params):
     """After a load that was a miss, give the request the state of the prefix from which it continues.
 
@@ -215,7 +214,7 @@ def _init_load_back(original, self, params):
     return found
 
 
-@around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models")
+@around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models", repairs="#36770, #40128, open")
 def _evict_for_alloc(original, self, params, **kwargs):
     """Where too few states can be evicted, wait for the copies that lock states, then evict again.
 

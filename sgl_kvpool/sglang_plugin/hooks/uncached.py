@@ -82,7 +82,7 @@ def store_attached(tree: Any) -> None:
     _stored[tree] = set()
 
 
-@around(f"{_TREE}.write_backup_storage", "host tier")
+@around(f"{_TREE}.write_backup_storage", "host tier", repairs="since #35269; none reported")
 def _write_backup_storage(original, self, node_id):
     """Before a node's pages, store those of its prefix that were backed up before the store was attached.
 
@@ -105,7 +105,7 @@ def _write_backup_storage(original, self, node_id):
     return original(self, node_id)
 
 
-@around(f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", "host tier")
+@around(f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", "host tier", repairs="none reported")
 def _record_scheduler_state_for_paused_engine(original, self):
     """Also process the tier's events, for which SGLang's loop has no turn while the server is paused.
 

@@ -267,7 +267,7 @@ def _load_bucket(original, self, recv_req):
     return result
 
 
-@around(f"{_UPDATER}.end_weight_update", "pools")
+@around(f"{_UPDATER}.end_weight_update", "pools", repairs="since #28001; none reported")
 def _end_weight_update(original, self, recv_req):
     """End a session, and repeat the flush of its last call: SGLang has changed the weights' form since."""
     if self._session is None:

@@ -34,9 +34,7 @@ class KVPoolMLABackend(AttentionBackend):
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
     lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool. A
-    deterministic server attends every token by itself.
-    ValueError for another pool, or for layers that this backend does not compute (sliding windows,
-    logit caps).
+    deterministic server attends every token by itself. ValueError as `pool_of` and `check_layers`.
     """
 
     def __init__(self, model_runner):
@@ -110,25 +108,13 @@ class KVPoolMLABackend(AttentionBackend):
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
-        """Absorbed prefill; see `_forward`."""
+        """Absorbed prefill or decode; see `_forward`."""
         return self._forward(q, k, layer, forward_batch, save_kv_cache, **kwargs)
 
-    @overrides
-    def forward_decode(
-        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
-    ) -> torch.Tensor:
-        """Absorbed decode, one query per request, over stored rows alone; see `_forward`."""
-        return self._forward(q, k, layer, forward_batch, save_kv_cache, **kwargs)
+    forward_decode = forward_extend
 
     def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
+        self, q, k, layer, forward_batch, save_kv_cache: bool, q_rope=None, k_rope=None
     ) -> torch.Tensor:
         """Store the batch's keys, then attend the lists of this step.
 

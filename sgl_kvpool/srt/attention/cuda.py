@@ -57,8 +57,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     """MLA attention over a pool of rows (`RowPool`) on CUDA; `skip_prefill`: only decodes (draft steps).
 
     The backend of one draft step has `draft_step`, the tokens drafted so far, which `seq_lens` does not
-    include. ValueError for another pool, or for layers that this backend does not compute (sliding windows,
-    logit caps).
+    include. ValueError as `pool_of` and `check_layers`.
     """
 
     #: kv_lens come from tensors on the device, and the lengths of a prefill are on the host in any case.
@@ -172,7 +171,6 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     @overrides
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding request."""
         return 1
 
     @overrides

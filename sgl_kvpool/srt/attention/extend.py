@@ -98,10 +98,7 @@ def split_prefixes(
 
 
 def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> torch.Tensor:
-    """Workspace rows of each request, one request after the other: stored rows, then new tokens.
-
-    The workspace holds the stored rows of all requests first, then the new tokens.
-    """
+    """Workspace rows of each request, its stored ones first; the workspace begins with those of all."""
     prefix, query = (torch.tensor(lengths, dtype=torch.int64) for lengths in (prefix_lens, query_lens))
     length = prefix + query
     total = int(length.sum())

@@ -102,7 +102,6 @@ class AbsorbedPrefill:
 
 
 def _longest_prefill(context_tokens: int) -> int:
-    """Tokens of the largest prefill batch."""
     schedule = get_schedule()
     chunk = schedule.chunked_prefill_size
     if chunk is None or chunk <= 0:

@@ -47,8 +47,6 @@ def _rounded_up(size_bytes: int, multiple_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class HostPageFormat:
-    """Sizes of a host page."""
-
     #: Of the content: rows of all layers, or the states of a slot.
     content_bytes: int
     #: Of the page with padding and checksum.

@@ -75,8 +75,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         **kwargs,
     ) -> None:
         pools = (kv_pool, *draft_pools)
-        other = [type(pool).__name__ for pool in pools if not isinstance(pool, LayoutMLATokenToKVPool)]
-        if other:
+        if other := [type(pool).__name__ for pool in pools if not isinstance(pool, LayoutMLATokenToKVPool)]:
             raise TypeError(f"{type(self).__name__} is for pools with a layout, not {', '.join(other)}")
         assert layout in HOST_LABELS, layout
         tags = [pool.row_format.tag for pool in pools]
@@ -249,7 +248,6 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
 
     @overrides
     def get_size_per_token(self) -> int:
-        """Bytes of a token in all layers, with its share of padding and checksum."""
         # SGLang also calls this before it has set the page size.
         return self.page_format.bytes_per_token(self._tokens_per_page)
 

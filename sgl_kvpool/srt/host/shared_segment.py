@@ -64,12 +64,10 @@ class NodeRanks:
 
     @property
     def count(self) -> int:
-        """Number of ranks on this machine."""
         return len(self.members)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the first rank of the machine."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -112,7 +110,8 @@ class SharedSegment:
     """Memory mapping that all ranks of a machine share; every rank of the group creates it with one size.
 
     Each rank has faulted in its part of `memory`, `[size_bytes]` uint8 zeros. `is_interleaved`: whether its
-    memory pages alternate between NUMA nodes. All raise SharingRefused if one cannot map it, OSError to fill.
+    memory pages alternate between NUMA nodes. If a rank of the group cannot map the memory, all ranks raise
+    SharingRefused; if the kernel does not provide it, OSError.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):
@@ -164,7 +163,7 @@ class SharedSegment:
         return problem is None
 
     def _fault_in(self, begin: int, end: int) -> OSError | None:
-        """Fault in memory before a request waits for it, a few GB per second; the error if there is none."""
+        """Fault in memory now, since a few GB take a second; the kernel's error, None without one."""
         assert self._mapping is not None
         last_logged = time.monotonic()
         for offset in range(begin, end, _STEP_BYTES):

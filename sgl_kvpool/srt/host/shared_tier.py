@@ -118,7 +118,6 @@ class SharedTier:
         metrics.failed("tier_disagreement", why)
 
     def in_words(self, tokens: int) -> str:
-        """Text for the log about a tier of `tokens` tokens."""
         assert self._segment is not None
         spread = ", interleaved over NUMA nodes" if self._segment.is_interleaved else ""
         return (
@@ -149,7 +148,6 @@ class LostPages:
         return np.asarray(self._flags[:, pages].any(axis=0) | self.is_closed)
 
     def any(self, pages: np.ndarray | slice | int) -> bool:
-        """Whether any of some pages is lost."""
         return self.is_closed or self.any_flagged(pages)
 
     def any_flagged(self, pages: np.ndarray | slice | int) -> bool:
@@ -157,7 +155,6 @@ class LostPages:
         return bool(self._flags[:, pages].any())
 
     def set(self, pages: np.ndarray | slice | int, lost: bool) -> None:
-        """Set this rank's flags of some pages."""
         self._own[pages] = lost
 
     def close(self) -> None:
@@ -190,7 +187,6 @@ class AllocationLog:
         return _int62(self._hash)
 
     def latest(self) -> list[tuple[int, str, int]]:
-        """The latest operations as (number, text, digest after it)."""
         return list(self._latest)
 
 
@@ -200,7 +196,6 @@ def slots_digest(slots: np.ndarray) -> int:
 
 
 def slots_in_words(slots: np.ndarray) -> str:
-    """Text about a list for the log."""
     return f"{len(slots)} slots from {slots[0]}" if len(slots) else "0 slots"
 
 

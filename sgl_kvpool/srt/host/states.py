@@ -71,8 +71,7 @@ class StateView:
         for place, pool in enumerate(pools):
             view = canonical_view(pool)
             group = view.group("state")
-            extra = sorted({layer.part for layer in group.layers if layer.layer_id is None})
-            if extra:
+            if extra := sorted({layer.part for layer in group.layers if layer.layer_id is None}):
                 raise Refusal(
                     f"{type(pool).__name__} keeps {', '.join(extra)} beside the states of its layers, which "
                     "the host tier does not carry; leave out --enable-hierarchical-cache or --kv-cache-layout"
@@ -91,7 +90,6 @@ class StateView:
 
     @property
     def group(self) -> CanonicalGroup:
-        """The view's only group."""
         return self.caches.group("state")
 
     @cached_property
@@ -178,7 +176,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
 
     @overrides
     def get_size_per_token(self) -> int:
-        """Bytes of a host slot, with padding and checksum."""
         return self.page_format.size_bytes
 
     @property
@@ -232,14 +229,12 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
 
     @overrides
     def clear(self) -> None:
-        """Free all slots and discard all states."""
         self.slot_used = torch.zeros(self.size, dtype=torch.bool)
         super().clear()
 
     @overrides
     @synchronized
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate slots; None if too few are free."""
         slots = super().alloc(need_size)
         if slots is not None:
             self.slot_used[slots] = True

@@ -39,7 +39,6 @@ class TransferMixin(StorageMixin):
 
     @overrides
     def clear(self) -> None:
-        """Free all pages and discard their contents."""
         if self.shared is None:
             self._lost = LostPages.private(self.page_num)
         else:
@@ -62,7 +61,6 @@ class TransferMixin(StorageMixin):
 
     @overrides
     def free(self, indices: torch.Tensor) -> int:
-        """Free slots; returns their number."""
         if self.shared is not None:
             self.shared.log.add("free", indices.cpu().numpy())
         return super().free(indices)
@@ -160,7 +158,6 @@ class TransferMixin(StorageMixin):
         return host_indices, device_indices
 
     def _pages_of(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> tuple[np.ndarray, Pages]:
-        """Both lists as engines take them."""
         host_pages = pages_of(host_indices.cpu(), self.logical_page_size)
         if self._channels.needs_page_indices:
             return host_pages, pages_of(device_indices.cpu(), self.logical_page_size)

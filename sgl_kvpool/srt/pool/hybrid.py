@@ -87,24 +87,17 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         return layer_id in self.full_attention_layer_id_mapping
 
     def k_scale(self, layer_id: int) -> float:
-        """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
         return self.full_kv_pool.k_scale(self._transfer_full_attention_id(layer_id))
 
     def take_k_scales(self, k_scales: Mapping[int, float]) -> None:
-        """Replace the k_scales; rows of the old ones must not be read any more."""
         places = {self._transfer_full_attention_id(layer): value for layer, value in k_scales.items()}
         self.full_kv_pool.take_k_scales(places)
 
     @overrides
     def get_v_head_dim(self) -> int:
-        """Number of a row's values that are attended as V: the latent."""
         return self.full_kv_pool.get_v_head_dim()  # SGLang's reads a value buffer, which packed rows lack
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
-        """Stored bytes of a model layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.
-
-        Waits until a load of this layer from the host tier is done. ValueError for a layer without rows.
-        """
         place = self._transfer_full_attention_id(layer_id)
         self._wait_for_layer(layer_id)  # the wrapped pool has no transfer counter; this pool holds it
         return self.full_kv_pool.get_row_buffer(place)
@@ -124,7 +117,6 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
 
     @overrides
     def set_mla_kv_buffer(self, layer, loc_info, cache_k_nope, cache_k_rope) -> None:
-        """Store rows from a latent `[tokens, 1, R]` and a rope `[tokens, 1, P]` (None or empty if P is 0)."""
         place = self._transfer_full_attention_id(layer.layer_id)
         self.full_kv_pool.set_mla_kv_buffer(
             layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override=place
@@ -140,7 +132,6 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     def get_mla_kv_buffer(
         self, layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decoded latent and rope of some slots, as `LayoutMLATokenToKVPool.get_mla_kv_buffer`."""
         place = self._transfer_full_attention_id(layer.layer_id)
         self._wait_for_layer(layer.layer_id)
         return self.full_kv_pool.decoded(place, loc, dst_dtype)

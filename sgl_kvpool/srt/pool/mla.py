@@ -118,7 +118,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         self.cross_layer = self.placement = None
 
     def take_k_scales(self, k_scales: Mapping[int, float]) -> None:
-        """Replace the k_scales; rows of the old ones must not be read any more."""
         self.options = replace(self.options, k_scales=k_scales)
 
     def _index(self, layer_id: int) -> int:
@@ -139,7 +138,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         return self.kv_buffer[index]
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
-        """`RowPool.get_row_buffer`."""
         return self._stored(layer_id).view(torch.uint8)
 
     @overrides
@@ -187,7 +185,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     def get_mla_kv_buffer(
         self, layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`decoded` rows of an attention layer."""
         return self.decoded(layer.layer_id, loc, dst_dtype)
 
     def decoded(
@@ -281,7 +278,6 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
 
     @overrides
     def get_kv_size_bytes(self) -> int:
-        """Bytes of the rows of all layers."""
         if self.cross_layer is None:
             return super().get_kv_size_bytes()
         return self.cross_layer.nbytes
@@ -330,12 +326,10 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
 
     @overrides
     def get_cpu_copy(self, indices, *args, **kwargs):
-        """Copy the rows of some slots to the CPU, in SGLang's form."""
         return super().get_cpu_copy(self._rows_to_copy(indices), *args, **kwargs)
 
     @overrides
     def load_cpu_copy(self, kv_cache_cpu, indices, /, *args, **kwargs):
-        """Write rows from `get_cpu_copy` to some slots."""
         super().load_cpu_copy(kv_cache_cpu, self._rows_to_copy(indices), *args, **kwargs)
 
     def _rows_to_copy(self, slots: torch.Tensor) -> torch.Tensor:

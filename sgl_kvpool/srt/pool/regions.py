@@ -43,7 +43,6 @@ class PoolReader:
         self.groups: list[CanonicalGroup] = []
 
     def caches(self, pool: Any) -> CanonicalKVCaches:
-        """The view of a pool."""
         self.add(pool)
         return CanonicalKVCaches(tuple(self.tensors.tensors), tuple(self.groups))
 

@@ -66,17 +66,14 @@ class RowPool:
 
     @property
     def kv_cache_layout(self) -> MLAKVCacheLayout:
-        """Layout of the rows."""
         return self.options.layout
 
     @property
     def kv_cache_arrangement(self) -> KVArrangement:
-        """Arrangement of the rows of all layers."""
         return self.options.arrangement
 
     @property
     def host_tier(self) -> HostTierOptions:
-        """Options of the pool's host tier."""
         return self.options.host_tier
 
     @property
@@ -138,7 +135,7 @@ class RowPool:
         return self.options.k_scales.get(layer_id, 1.0) if self.options.layout.uses_k_scale else 1.0
 
     def take_k_scales(self, k_scales: Mapping[int, float]) -> None:
-        """Replace the k_scales, by model layer, while the pool has no rows in use."""
+        """Replace the k_scales, by model layer; rows of the old ones must not be read any more."""
         raise NotImplementedError
 
 

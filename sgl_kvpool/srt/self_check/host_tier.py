@@ -101,8 +101,7 @@ class _TierCheck:
         """Compare the host's rows, also those stored by other ranks: all ranks have finished `back_up`."""
         assert self._host is not None
         host, tier = self._host[0], self._tier
-        problem = tier.host_indices_problem(host)
-        if problem is not None:
+        if (problem := tier.host_indices_problem(host)) is not None:
             raise Difference(f"the host tier: {problem}, see the log")
         pages = torch.from_numpy(pages_of(host, tier.logical_page_size))
         found = [layer[pages].view(torch.uint8).flatten(2) for layer in tier.data_refs]
@@ -140,7 +139,6 @@ class _TierCheck:
             )
 
     def restore(self) -> None:
-        """Restore all bytes and free all slots."""
         for pages, former in self._former:
             pages.write(former)
         for slots in self._taken:

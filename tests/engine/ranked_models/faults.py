@@ -14,6 +14,7 @@ from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 from sgl_kvpool.transfer.channel import TransferChannel
 
 _run, _get, _alloc = TransferChannel.run, HiCacheFile.get, HierarchicalMLAHostPool.alloc
+_open = os.open
 
 
 def _befalls_us(fault):
@@ -41,4 +42,12 @@ def alloc(self, need_size):
     return _alloc(self, need_size)
 
 
+def opened(path, *args, **kwargs):
+    """Opens no memory of the other rank."""
+    if str(path).startswith("/proc/") and _befalls_us("open_memory"):
+        raise PermissionError(1, "refused on purpose")
+    return _open(path, *args, **kwargs)
+
+
+os.open = opened
 TransferChannel.run, HiCacheFile.get, HierarchicalMLAHostPool.alloc = run, get, alloc

@@ -233,18 +233,23 @@ def test_names_that_are_too_long_are_refused_at_start(controller_of, store):
     with pytest.raises(
         ValueError, match=r"names of \d+ bytes, 255 at most; give a shorter --served-model-name"
     ):
-        controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 130)
-    without = controller_of(device_pool("fp4", pages=9), model_name="m" * 130)
+        controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 190)
+    without = controller_of(device_pool("fp4", pages=9), model_name="m" * 190)
     for backend in ("file", "nixl"):  # a store that is attached while serving
         with pytest.raises(ValueError, match=rf"^--hicache-storage-backend {backend} names .* 255 at most"):
-            without.attach_storage_backend(backend, model_name="m" * 130)
+            without.attach_storage_backend(backend, model_name="m" * 190)
         assert not without.enable_storage
     objects = {"plugin": {"obj": {"active": True}}}  # their keys may be longer; there is no bucket or no NIXL
     with pytest.raises((RuntimeError, ImportError)):
-        without.attach_storage_backend("nixl", model_name="m" * 130, storage_backend_extra_config=objects)
-    longest = controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 100)
+        without.attach_storage_backend("nixl", model_name="m" * 190, storage_backend_extra_config=objects)
+    most = 255 - len("0" * 64 + "_-.bin") - len(without.storage_host_pool.storage_format_tag)
+    longest = controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * most)
     filled(longest)
     assert put(longest)
+    for backend, stages, beyond in (("file", 1, 1), ("nixl", 2, 1), ("file", 2, 1 - 27)):
+        other = controller_of(device_pool("fp4", pages=9), pp_size=stages)
+        with pytest.raises(ValueError, match="names of 256 bytes"):
+            other.attach_storage_backend(backend, model_name="m" * (most + beyond))
 
 
 def test_the_key_says_what_the_bytes_are(controller_of, store):

@@ -1,0 +1,126 @@
+"""An Engine with a checkpoint that copies (`copying_deepseek`), whose caches are changed while it runs."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from emulated_cuda.byte_engine import Printed
+from emulated_cuda.model_engine import COMMON, tokens
+
+#: Prompts that share all but their end, from which they are continued; all are longer than a top-k list.
+SHARED, OWN, PROMPTS = 2560, 128, 3
+NEW = 8
+DRAFTS = {
+    "speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}  # fmt: skip
+
+
+def prompts():
+    return [tokens(1, SHARED) + tokens(seed, OWN) for seed in range(2, 2 + PROMPTS)]
+
+
+def _pools(scheduler):
+    drafts = [runner.token_to_kv_pool for runner in scheduler.draft_worker._draft_model_runners()]
+    return scheduler.token_to_kv_pool_allocator.get_kvcache(), *drafts
+
+
+def _zero_rows_of_drafts(scheduler, batch):
+    for pool in _pools(scheduler)[1:]:
+        for rows in pool.kv_buffer:
+            rows.zero_()
+    return True
+
+
+def _permute_keys(scheduler, batch):
+    """Index keys of the batch's tokens change places, in the target and in the draft."""
+    import torch
+
+    lengths = [len(request.origin_input_ids) for request in batch.reqs]
+    table = scheduler.req_to_token_pool.req_to_token
+    places = batch.req_pool_indices.tolist()
+    own = [table[place, :n].long() for place, n in zip(places, lengths, strict=True)]
+    slots = torch.unique(torch.cat(own).cpu())
+    order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))
+    for pool in _pools(scheduler):
+        pool.index_key_cache.move(slots.to("cuda"), slots[order].to("cuda"))
+    return False
+
+
+#: What is done to the caches before a decode batch -> whether before all that follow, too.
+CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "permute index keys": _permute_keys}
+
+
+def _evict(scheduler):
+    """Push everything out to the host."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    scheduler.tree_cache.evict(EvictParams(num_tokens=1 << 20))
+
+
+def _clear(scheduler):
+    for pool in _pools(scheduler):
+        for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+            buffer.zero_()
+
+
+def install(flag):
+    """Let the scheduler change its caches as the file `flag` says: `before a request,before decoding`."""
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+
+    run_batch, receive = Scheduler.run_batch, Scheduler.process_input_requests
+
+    def run_changed(self, batch, *args, **options):
+        change = CHANGES.get(flag.read_text().partition(",")[2])
+        if change is not None and batch.forward_mode.is_decode():
+            torch.cuda.synchronize()
+            if not change(self, batch):
+                flag.write_text("")
+            torch.cuda.synchronize()
+        return run_batch(self, batch, *args, **options)
+
+    def receive_changed(self, requests):
+        before, _, change = flag.read_text().partition(",")
+        if requests and before:
+            torch.cuda.synchronize()
+            if before == "evict":
+                _evict(self)
+            _clear(self)
+            torch.cuda.synchronize()
+            flag.write_text("," + change)
+        return receive(self, requests)
+
+    Scheduler.run_batch, Scheduler.process_input_requests = run_changed, receive_changed
+
+
+def main(model, flag, phases, **options):
+    """Answers to all prompts at once, of one Engine.
+
+    `phases` are (name, before: "", "evict" or "flush", name of what is changed before decoding, or "").
+    """
+    from emulated_cuda import memory
+    from sgl_kvpool.demo import forks
+
+    memory.ALLOCATOR.problems = Printed()
+    flag = Path(flag)
+    flag.write_text("")
+    install(flag)
+    forks.fork_children()
+    import sglang
+
+    engine = sglang.Engine(model_path=model, device="cuda", **COMMON | DRAFTS | options)
+    answers, parameters = {}, {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    for name, before, change in phases:
+        began = time.monotonic()
+        if before == "flush":
+            time.sleep(3)  # until pages are in the store
+            assert engine.flush_cache().success
+            before = "clear"
+        flag.write_text(f"{before},{change}")
+        answers[name] = engine.generate(input_ids=prompts(), sampling_params=parameters)
+        found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
+        print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)
+    engine.shutdown()
+    print("\n" + json.dumps(answers))

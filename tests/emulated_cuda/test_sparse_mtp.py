@@ -1,0 +1,76 @@
+"""A sparse model whose drafts are accepted only while rows and index keys are right, over hits of all kinds.
+
+The checkpoint copies (`copying_deepseek`); its Engine has MTP, graphs and a host tier with a file store.
+"""
+
+import json
+
+import copying_deepseek
+import pytest
+
+from emulated_cuda import copying_engine
+from emulated_cuda.test_models import OPTIONS, SPARSE_OPTIONS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+
+TIER = {
+    "enable_hierarchical_cache": True, "hicache_ratio": 2, "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete", "cuda_graph_bs_decode": [copying_engine.PROMPTS],
+}  # fmt: skip
+#: Name, what is done to the caches before, and while the prompts are decoded; changed ones are loaded again.
+PHASES = [
+    ("computed", "", ""), ("device hit", "", ""), ("host hit", "evict", ""), ("file hit", "flush", ""),
+    ("zeroed", "", "zero rows of drafts"), ("permuted", "evict", "permute index keys"),
+]  # fmt: skip
+HITS = {"device hit": "device", "host hit": "host", "file hit": "storage"}
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32"])
+def answers(on_device, tmp_path_factory, request):
+    """By phase, what the Engine said to all prompts."""
+    folder = tmp_path_factory.mktemp("sparse")
+    model = str(copying_deepseek.write(folder / "model", request.param))
+    options = {"kv_cache_layout": "fp4", **OPTIONS, **SPARSE_OPTIONS, **TIER}
+    code = "from emulated_cuda import copying_engine\n"
+    code += f"copying_engine.main({model!r}, {str(folder / 'flag')!r}, {PHASES!r}, **{options!r})"
+    (folder / "store").mkdir()
+    done = on_device.run(
+        code, limit_s=1500,
+        SGLANG_EXTERNAL_MODEL_PACKAGE="", SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD="0",
+        SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR=str(folder / "store"),
+    )  # fmt: skip
+    (folder / "log").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def accept_length(said):
+    return sum(answer["meta_info"]["spec_accept_length"] for answer in said) / len(said)
+
+
+def tokens_and_drafts(said):
+    return [(answer["output_ids"], answer["meta_info"]["spec_accept_length"]) for answer in said]
+
+
+def test_tokens_are_copied_and_drafts_accepted(answers):
+    said = answers["computed"]
+    for ids, answer in zip(copying_engine.prompts(), said, strict=True):
+        assert answer["output_ids"] == copying_deepseek.continued(ids, copying_engine.NEW)
+    print("accept length", accept_length(said))
+    assert 1 + 0.5 + 0.5**2 + 0.5**3 < accept_length(said) < 1 + 0.9 + 0.9**2 + 0.9**3
+
+
+@pytest.mark.parametrize("hit", HITS)
+def test_hits_say_what_was_computed(answers, hit):
+    """The first of the prompts that share their beginning loads it for all."""
+    found = [answer["meta_info"] for answer in answers[hit]]
+    assert all(answer["cached_tokens"] >= copying_engine.SHARED for answer in found)
+    loaded = [answer["cached_tokens_details"].get(HITS[hit], 0) for answer in found]
+    assert max(loaded) >= copying_engine.SHARED, loaded
+    assert tokens_and_drafts(answers[hit]) == tokens_and_drafts(answers["computed"])
+
+
+def test_drafts_depend_on_rows_and_index_keys(answers):
+    assert accept_length(answers["zeroed"]) < accept_length(answers["device hit"]) - 0.3
+    pairs = zip(*(tokens_and_drafts(answers[name]) for name in ("permuted", "device hit")), strict=True)
+    assert sum(one != other for one, other in pairs) > copying_engine.PROMPTS / 2
