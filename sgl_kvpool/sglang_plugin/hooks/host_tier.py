@@ -3,13 +3,14 @@
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal, Way
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
-from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of
+from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of, record
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.transfer.host_options import NODE, RANK
 from sgl_kvpool.transfer.store_folders import FILE_STORES
@@ -111,7 +112,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
             raise
         if get_parallel().attn_tp_rank == 0:
             logger.warning("sgl-kvpool: each rank gets a host tier of its own: %s", refused)
-        setattr(get_server_args(), HOST_SHARING.attribute, RANK)  # what is in use
+        record(get_server_args(), host_tier=replace(kv_pool.host_tier, sharing=RANK))  # what is in use
         tier = build(None)
     state_tier.row_tier_built(tier)
     uncached.warn_of_small_tier(tier, kv_pool)
@@ -137,7 +138,7 @@ def _name_rows(tier: Any, pools: Sequence[Any]) -> None:
 @around("sglang.srt.managers.scheduler.Scheduler.get_init_info", "host tier")
 def _get_init_info(original, self):
     """Report whether ranks share the host tier."""
-    return {**original(self), HOST_SHARING.name: host_tier_of(self.server_args).sharing}
+    return {**original(self), HOST_SHARING.name: config_of(self.server_args).host_tier.sharing}
 
 
 @around("sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info", "host tier")
