@@ -32,7 +32,7 @@ _TIER = "--enable-hierarchical-cache and --disaggregation-decode-enable-offload-
 ARGUMENTS = HookGroup(
     "arguments",
     "the arguments and environment variables of sgl-kvpool",
-    modules=("sglang_plugin.hook_points",),
+    modules=("sglang_plugin.fingerprint", "sglang_plugin.hook_points"),
 )
 MODEL_RULES = HookGroup(
     "model rules",
