@@ -204,7 +204,7 @@ def test_no_compiler(small, monkeypatch):
         small.load()
     monkeypatch.delenv("CXX")
     small.load()
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CXX", "no-such-compiler with an open '")
     assert small.load().value() == 1
 
 
@@ -237,7 +237,7 @@ def test_one_compiler_under_many_names_and_in_any_language(small, monkeypatch, t
         compiler._version.cache_clear()
         script(
             tmp_path / "cxx",
-            f"printf 'Ubuntu clang version {version}.1 (1ubuntu1)\nInstalledDir: /{folder}\n'",
+            f"printf 'Ubuntu clang version {version}.1 (caf\\351)\nInstalledDir: /{folder}\n'",
         )
         digests.add(small._compilers())
     assert len(digests) == 3
@@ -401,6 +401,9 @@ def test_folders_that_are_no_toolkit(small, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     home = toolkit(tmp_path / "nvidia" / "cu99", *TOOLKITS[1])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with monkeypatch.context() as in_root:
+        in_root.setattr(shutil, "which", lambda _: "/nvcc")
+        compiler.cuda_toolkit()
     assert compiler.cuda_toolkit()[0] in (home, Path("/usr/local/cuda"))
     monkeypatch.setenv("CUDA_HOME", str(home))
     for name in TOOLKITS[1]:

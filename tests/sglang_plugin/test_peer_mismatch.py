@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -195,13 +196,16 @@ def test_one_rank_of_each_group_that_may_have_a_request_is_told(pair, peer, coun
     assert sorted(asked) == expected
 
 
-@pytest.mark.parametrize("slow", [{"drip": 1.0}, {"drip": 600.0}, {"ranks_drip": 1.0}], ids=str)
+@pytest.mark.parametrize("slow", [{"drip": 1.0}, {"drip": 600.0}, {"ranks_drip": 1.0}, {}], ids=str)
 def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatch, slow):
-    """SGLang's request has a timeout for each read, which a byte a second never reaches."""
+    """A byte a second never reaches a timeout of each read; `{}`: nor does a name that is looked up."""
     prefill, decode = pair
     decode.queue._max_ensure_retries = 1
     monkeypatch.setattr(peer_mismatch, "_ANSWER_SECONDS", 2.0)
-    slow_ones = [peer(prefill, **slow)[0] for _ in range(12)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(5))
+    slow_ones = [
+        peer(prefill, **slow)[0] if slow else f"host{n}.example:80" for n in range(12 if slow else 40)
+    ]
     fit, _ = peer(decode.queue.kv_manager)
     requests = {a: [decode.request(a, 80 + n)] for n, a in enumerate([*slow_ones, fit, bootstrap])}
     began = time.monotonic()
@@ -215,18 +219,36 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
     assert sum(thread.name == "kvpool-peers" for thread in threading.enumerate()) == 1
 
 
-def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch):
+def test_notifications_are_bounded(pair, bootstrap, peer, counted, caplog, monkeypatch):
     """Nobody takes them at the address of a rank that has ended; requests fail all the same."""
     prefill, decode = pair
     prefill.server_socket.close(0)
     monkeypatch.setattr(peer_mismatch, "_notified", asyncio.Semaphore(3))
-    requests = [decode.request(bootstrap, room) for room in range(71, 171)]
-    assert decode.settled({bootstrap: requests}, seconds=4) == set()
+    monkeypatch.setattr(peer_mismatch, "_ANSWER_SECONDS", 60.0)
+    many, asked = peer(prefill, dp_size=60000, follow_bootstrap_room=False, ranks_drip=600.0)
+    for address in (many, bootstrap):
+        requests = [decode.request(address, room) for room in range(71, 171)]
+        assert decode.settled({address: requests}, seconds=4) == set()
+    # A line for a prefill server, not for each request.
     until = time.monotonic() + 5
-    while caplog.text.count("is not notified of a refused request") < 97:
+    while len(said := [text for text in caplog.messages if "not notified of refused requests" in text]) < 2:
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert "others are being notified" in caplog.text
+    assert all("ranks are being notified" in text for text in said)
+    assert len(asked) == 1 + 3
+
+
+def test_without_threads_requests_fail_and_the_scheduler_goes_on(pair, bootstrap, counted, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    _, decode = pair
+    with monkeypatch.context() as none_left:
+        none_left.setattr(threading.Thread, "start", start)
+        none_left.setattr(peer_mismatch, "_loop", peer_mismatch._loop.__wrapped__)
+        assert decode.settled({bootstrap: [decode.request(bootstrap, 71)]}) == set()
+    _, remaining = decode.ensure({bootstrap: [decode.request(bootstrap, 72)]})
+    assert remaining
 
 
 @pytest.mark.parametrize(

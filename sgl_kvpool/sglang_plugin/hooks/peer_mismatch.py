@@ -12,7 +12,8 @@ import json
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 #: How a request names a rank.
 _RANK = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-#: Limits of an answer, and of requests that prefill servers are being notified of.
+#: Limits of an answer, and of names looked up and ranks notified at a time.
 _ANSWER_SECONDS, _ANSWER_BYTES, _MOST_NOTIFIED = 5.0, 1 << 16, 256
 #: A mismatch is remembered (the server may be restarted), and its first requests are held, so that all ranks
 #: of this server know why they fail. A prefill server forgets what it hears of a request in its own queue.
@@ -46,6 +47,7 @@ class _Peer:
     answer: Future[dict[str, Any]]
     since: float
     text: str = ""
+    has_warned: bool = False
 
 
 #: Prefill servers that are not known to match, by address.
@@ -57,8 +59,21 @@ _zmq = functools.cache(zmq.Context)
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    # aiohttp looks up names in threads, and each question waits for one: a name may take long.
+    loop.set_default_executor(ThreadPoolExecutor(_MOST_NOTIFIED, "kvpool-peer-names"))
     threading.Thread(target=loop.run_forever, name="kvpool-peers", daemon=True).start()
     return loop
+
+
+def _begin(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Do it in the thread; the future has the error if the thread cannot be started."""
+    try:
+        return asyncio.run_coroutine_threadsafe(work, _loop())
+    except RuntimeError as error:  # no more threads
+        work.close()
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 async def _get(address: str, *rank: int) -> dict[str, Any]:
@@ -77,39 +92,43 @@ async def _get(address: str, *rank: int) -> dict[str, Any]:
                 body += part
         return {**json.loads(body)}
     except Exception as error:  # whatever a peer answers instead is no answer
-        raise ValueError(short(repr(error))) from None
+        raise ValueError(short(str(error) or repr(error))) from None
 
 
-async def _notify(address: str, answer: Future[dict[str, Any]], room: int, message: list[bytes]) -> None:
+async def _notify(address: str, peer: _Peer, room: int, message: list[bytes]) -> None:
     """Notify the first rank of each DP rank that may have a request; if it fails there, all ranks fail it."""
     from sglang.srt.utils.network import NetworkAddress
 
     async def notify(dp_rank: int) -> None:
-        rank = await _get(address, dp_rank, 0, 0, 0)
-        ip = str(ipaddress.ip_address(rank["rank_ip"]))  # a name could hold up ZeroMQ's thread
-        with _zmq().socket(zmq.PUSH) as socket:
-            socket.linger, socket.ipv6 = 1000, True
-            socket.connect(NetworkAddress(ip, int(rank["rank_port"])).to_tcp())
-            for _ in range(_TOLD_TIMES):
-                socket.send_multipart(message, zmq.DONTWAIT)
-                await asyncio.sleep(_TOLD_EVERY_SECONDS)
+        try:
+            rank = await _get(address, dp_rank, 0, 0, 0)
+            ip = str(ipaddress.ip_address(rank["rank_ip"]))  # a name could hold up ZeroMQ's thread
+            with _zmq().socket(zmq.PUSH) as socket:
+                socket.linger, socket.ipv6 = 1000, True
+                socket.connect(NetworkAddress(ip, int(rank["rank_port"])).to_tcp())
+                for _ in range(_TOLD_TIMES):
+                    socket.send_multipart(message, zmq.DONTWAIT)
+                    await asyncio.sleep(_TOLD_EVERY_SECONDS)
+        finally:
+            _notified.release()
 
     try:
         if _notified.locked():
-            raise RuntimeError(f"{_MOST_NOTIFIED} others are being notified")
-        async with _notified:
-            dp_size, by_room = (answer.result()[name] for name in ("dp_size", "follow_bootstrap_room"))
-            dp_ranks = [room % dp_size] if by_room else range(min(dp_size, _MOST_NOTIFIED))
-            await asyncio.gather(*map(notify, dp_ranks))
+            raise RuntimeError(f"{_MOST_NOTIFIED} ranks are being notified")
+        dp_size, by_room = (peer.answer.result()[name] for name in ("dp_size", "follow_bootstrap_room"))
+        dp_ranks = [room % dp_size] if by_room else range(min(dp_size, _MOST_NOTIFIED))
+        told = [asyncio.create_task(notify(rank)) for rank in dp_ranks if await _notified.acquire()]
+        await asyncio.gather(*told)
     except Exception as error:  # whatever a peer answers is its own failure
-        text = "sgl-kvpool: the prefill server at %s is not notified of a refused request: %s"
-        logger.warning(text, short(address), short(repr(error)))
+        if not peer.has_warned:  # a line for each request would fill the log
+            text = "sgl-kvpool: the prefill server at %s is not notified of refused requests: %s"
+            logger.warning(text, short(address), short(repr(error)))
+        peer.has_warned = True
 
 
 def _peer(address: str) -> _Peer:
     if address not in _peers:
-        answer = asyncio.run_coroutine_threadsafe(_get(address, -1, -1, -1, -1), _loop())
-        _peers[address] = _Peer(answer, time.monotonic())
+        _peers[address] = _Peer(_begin(_get(address, -1, -1, -1, -1)), time.monotonic())
     return _peers[address]
 
 
@@ -146,8 +165,7 @@ def _holds(peer: _Peer, receiver: Any) -> bool:
         metrics.failed("peer_mismatch", f"room {room}: {peer.text}")
         receiver.abort()
         message = AbortNotification(room, manager.local_ip, manager.rank_port).to_zmq()
-        notified = _notify(receiver.bootstrap_addr, peer.answer, room, message)
-        asyncio.run_coroutine_threadsafe(notified, _loop())
+        _begin(_notify(receiver.bootstrap_addr, peer, room, message))
     manager.record_failure(room, peer.text)
     return is_held
 
