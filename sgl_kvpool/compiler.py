@@ -47,7 +47,7 @@ def folder() -> Path:
 
 def libraries() -> list[Path]:
     """All libraries in `folder()`, of any version."""
-    return sorted(folder().glob("*.so"))
+    return sorted(folder().glob("*.so")) if os.path.exists(folder()) else []
 
 
 def damaged(library: Path) -> bool:
@@ -154,7 +154,7 @@ class Module:
 
     def _compilers(self) -> str | None:
         """Digest of the compilers' versions; None if one is missing."""
-        commands = [shlex.split(os.environ.get("CXX") or "c++")]
+        commands = [words(os.environ.get("CXX") or "c++")]
         try:
             if self.cuda_arch:
                 commands.append([str(cuda_toolkit()[0] / "bin" / "nvcc")])
@@ -193,7 +193,7 @@ def cuda_toolkit() -> tuple[Path, Path]:
     """Folder of the CUDA toolkit, and its libcudart; FileNotFoundError if no folder has all of `_TOOLKIT`."""
     named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
     # nvcc looks for its files beside itself, not beside a link to it; a wrapper script may be anywhere.
-    above = [Path(nvcc).resolve().parents[1], Path(nvcc).absolute().parents[1]] if nvcc else []
+    above = [path.parent.parent for path in (Path(nvcc).resolve(), Path(nvcc).absolute())] if nvcc else []
     packages = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[1-9]*"))
     homes = [Path(named)] if named else [*above, Path("/usr/local/cuda"), *packages]
     for home in homes:
@@ -204,11 +204,21 @@ def cuda_toolkit() -> tuple[Path, Path]:
     raise FileNotFoundError(f"{tried}: no bin/nvcc, cuda_runtime.h and libcudart; set CUDA_HOME to a toolkit")
 
 
+def words(command: str) -> list[str]:
+    """Words of a compiler's command; one word, which names no program, if a quote in it is open."""
+    try:
+        return shlex.split(command) or [command]
+    except ValueError:
+        return [command]
+
+
 @functools.cache
 def _version(*command: str) -> str:
     """What a compiler says of its version; the same under any name, from any folder, and in any locale."""
     in_english = {**os.environ, "LC_ALL": "C"}
-    text = subprocess.check_output([*command, "--version"], text=True, env=in_english, stderr=subprocess.PIPE)
+    text = subprocess.check_output(
+        [*command, "--version"], text=True, errors="replace", env=in_english, stderr=subprocess.PIPE
+    )
     return re.sub(r"\A(?!.* version )[^(\n]*(?=\()|^InstalledDir:.*$", "", text, flags=re.MULTILINE)
 
 

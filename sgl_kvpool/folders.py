@@ -63,13 +63,15 @@ def require_own(path: Path, variable: str) -> None:
 def exposure(path: Path, *, reading: bool = True) -> str | None:
     """What lets other accounts read, write or replace a folder or file, with the facts; None if nothing does.
 
-    Root and this account are trusted. Access for a group is taken as intended, so that two accounts can share
-    a folder. Links, and the folders that a lookup passes, are checked too. Without `reading`, other accounts
-    may read it.
+    Root and this account are trusted; in a user namespace without root, so are all accounts from outside it,
+    except where any account may make entries. Access for a group is taken as intended, so that two accounts
+    can share a folder. Links, and the folders that a lookup passes, are checked too. Without `reading`, other
+    accounts may read it.
     """
     facts: list[str] = []
     parent: tuple[Path, os.stat_result] | None = None
     place, status = path, None
+    trusted = (0, os.geteuid(), os.lstat("/").st_uid)  # the last is how such a namespace shows root
     for place, status in _steps(path):
         if parent is not None:
             mode = stat.S_IMODE(parent[1].st_mode)
@@ -79,7 +81,8 @@ def exposure(path: Path, *, reading: bool = True) -> str | None:
             if parent is not None and parent[1].st_mode & stat.S_IWOTH:
                 facts.append(f"{place} does not exist, and any account may make it first")
             break
-        if status.st_uid not in (0, os.geteuid()):
+        is_open = parent is not None and parent[1].st_mode & stat.S_IWOTH
+        if status.st_uid not in trusted[: 2 if is_open else 3]:
             facts.append(f"{place} belongs to {_account(status.st_uid)}")
         parent = None if stat.S_ISLNK(status.st_mode) else (place, status)
     else:
@@ -104,17 +107,17 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result | None]]:
         place = here / name
         try:
             status = os.lstat(place)
+            target = Path(os.readlink(place)) if stat.S_ISLNK(status.st_mode) else None
         except OSError:  # missing, or below a folder that this account may not enter
             yield place, None
             return
         yield place, status
-        if not stat.S_ISLNK(status.st_mode):
+        if target is None:
             here = place
             continue
         links += 1
         if links > _MOST_LINKS:
             return
-        target = Path(os.readlink(place))
         here = Path("/") if target.is_absolute() else here
         names += reversed(target.parts[target.is_absolute() :])
 

@@ -209,7 +209,7 @@ def _remove_gauges_of_ended_processes() -> None:
     folder = Path(os.environ.get("PROMETHEUS_MULTIPROC_DIR", os.devnull))
     began = {each.pid: each.info["create_time"] for each in psutil.process_iter(["create_time"])}
     for file in [file for one in METRICS.values() for file in folder.glob(f"gauge_{one.gauge_mode}_*.db")]:
-        with suppress(FileNotFoundError):  # another rank has removed it
+        with suppress(OSError, ValueError):  # removed by another rank; a folder; a name that is no PID's
             if file.stat().st_mtime < began.get(int(file.stem.rpartition("_")[2]), time.time()):
                 file.unlink()
 

@@ -57,6 +57,9 @@ def test_folders_that_are_no_toolkit(on_cuda, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     home = toolkit(tmp_path / "nvidia" / "cu99", *TOOLKITS[1])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with monkeypatch.context() as in_root:
+        in_root.setattr(shutil, "which", lambda _: "/nvcc")
+        compiler.cuda_toolkit()
     assert compiler.cuda_toolkit()[0] in (home, Path("/usr/local/cuda"))
     monkeypatch.setenv("CUDA_HOME", str(home))
     for name in TOOLKITS[1]:

@@ -11,9 +11,13 @@ from pathlib import Path
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import shown
 
-#: SGLang's arguments whose values are secrets, and fields of inline JSON whose values are.
+#: SGLang's arguments whose values are secrets, and fields of inline JSON and parts of URLs that are.
 SECRETS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--watermark-config")
-_FIELD = re.compile(r'("\w*(?:secret\w*|passw\w*|access_key|api_key|token)"\s*:\s*")(?:[^"\\]|\\.)*')
+_FIELD = re.compile(
+    r'(?i)("\w*(?:secret\w*|pass(?:w|phrase)\w*|credential\w*|(?:access|api|private)_?key|token|authorization)"'
+    r'\s*:\s*)(?:"(?:[^"\\]|\\.)*"|\[[^]]*\]|[^\s",}]+)'
+)
+_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]+(?=@)")
 
 
 def whole(text: str, most: int = (1 << 31) - 1) -> int:
@@ -70,8 +74,8 @@ def _names_in(file: Path) -> list[str]:
     import yaml  # installed with SGLang; without --config this process needs neither
 
     try:
-        with naming("--config", file):
-            found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        with naming("--config", file), file.open(encoding="utf-8") as text:
+            found = yaml.safe_load(text)  # of a string, an error would show the line, perhaps with a secret
     except yaml.YAMLError as error:
         raise ValueError(f"--config {file} is not YAML: {error}") from None
     if not isinstance(found, dict):
@@ -87,5 +91,5 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         after, own = ("=" not in x and x != "--ssl-keyfile" and given([x], SECRETS) for x in (before, name))
         if after or (own and equals):
             word = "SECRET" if after else f"{name}=SECRET"
-        hidden.append(_FIELD.sub(r"\1SECRET", word))
+        hidden.append(_PASSWORD.sub(r"\1SECRET", _FIELD.sub(r'\1"SECRET"', word)))
     return hidden

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -110,7 +109,7 @@ class _Subject:
         return {
             **dataclasses.asdict(self),
             "versions": [__version__, metadata.version("sglang")],
-            "arguments": common.without_secrets(self.arguments),
+            "arguments": list(self.arguments),
             "text": hashlib.sha256(self.text.encode()).hexdigest(),
         }
 
@@ -196,7 +195,7 @@ class _Evaluation:
         """Raise ValueError with the way out if a file of the folder is damaged or of another program."""
         try:
             yield
-        except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # parsers and classes raise anything about what others have written
             raise ValueError(
                 f"{file} is damaged ({type(error).__name__}: {error}); remove {self._json} to begin again, "
                 "or name another folder with --out"
@@ -341,6 +340,10 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     words, is_sparse = arguments.server_arguments, "index_topk" in config
     if name := common.given(words, (*_OURS, "--disable-radix-cache") if is_sparse else _OURS):
         raise ValueError(f"{name} is set by this command, or unfit for it; leave it out of what follows --")
+    if kept := [word for word in common.without_secrets(words) if word not in words]:
+        raise ValueError(
+            f"{kept[0]}: the servers' logs would keep this secret; leave it out, or give a @FILE"
+        )
     parser = argparse.ArgumentParser("sglang serve", add_help=False)
     parser.add_argument("--context-length", type=common.whole, default=config.get("max_position_embeddings"))
     context_tokens = parser.parse_known_args(words)[0].context_length or _MOST_HIDDEN_TOKENS

@@ -32,6 +32,13 @@ def test_all_of_sglangs(options):
         (["--ssl-keyfile=f", "--watermark-config={}"], ["--ssl-keyfile=f", "--watermark-config=SECRET"]),
         (['{"secret_key": "a\\"b", "bucket": "b"}'], ['{"secret_key": "SECRET", "bucket": "b"}']),
         (['--x={"access_key":"a","token_map":"f"}'], ['--x={"access_key":"SECRET","token_map":"f"}']),
+        (['{"PASSWORD": 12, "a": 1}'], ['{"PASSWORD": "SECRET", "a": 1}']),
+        (['{"token": ["a"], "n": [1]}'], ['{"token": "SECRET", "n": [1]}']),
+        (
+            ['{"AWS_SECRET_ACCESS_KEY":"a"}', '{"private_key":"b"}'],
+            ['{"AWS_SECRET_ACCESS_KEY":"SECRET"}', '{"private_key":"SECRET"}'],
+        ),
+        (["--otlp-traces-endpoint=http://u:a@h:4/x"], ["--otlp-traces-endpoint=http://u:SECRET@h:4/x"]),
         (["--api-key"], ["--api-key"]),
     ],
 )

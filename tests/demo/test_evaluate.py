@@ -124,6 +124,11 @@ def test_divergences_of_windows():
         (["--", "--po", "3"], "--po is set by this command"),
         (["--", "--admin-api-key", "5ecret"], "--admin-api-key is set by this command, or unfit for it"),
         (["--", "--ssl-keyfile-password=5ecret"], "--ssl-keyfile-password is set by this command, or"),
+        (
+            ["--", '--x={"token": "5ecret"}'],
+            '--x={"token": "SECRET"}: the servers\' logs would keep this secret',
+        ),
+        (["--", "--config", "BROKEN"], 'broken.yaml", line 2, column 1'),
         (["--", "--ssl-certfile", "x"], "--ssl-certfile is set by this command, or unfit for it"),
         (["--", "--config", "CONFIG"], "--api-key is set by this command, or unfit for it; leave"),
         (["--window-tokens", "4096"], "--window-tokens 4096: a context of 4096 allows one less, at most"),
@@ -141,7 +146,9 @@ def test_divergences_of_windows():
 def test_refusals(tmp_path, capsys, arguments, message):
     out, config = ["--out", str(tmp_path / "out")], tmp_path / "config.yaml"
     config.write_text("page-size: 64\napi_key: 5ecret\n")
-    arguments = [str(config) if word == "CONFIG" else word for word in arguments]
+    (broken := tmp_path / "broken.yaml").write_text('api_key: "5ecret\n')
+    paths = {"CONFIG": str(config), "BROKEN": str(broken)}
+    arguments = [paths.get(word, word) for word in arguments]
     assert main(["evaluate", "--model", str(model_path()), *out, *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -252,7 +259,11 @@ def served(tmp_path_factory):
     return words, json.loads((folder / "evaluate.json").read_text()), dataclasses.asdict(scores)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"evaluated": null}', "{", "truncated", "fewer", "no", None])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "[" * 99999, '{"evaluated": null}', "{", "truncated", "fewer", "no", None],
+    ids=lambda text: str(text)[:9],
+)
 def test_a_damaged_folder_is_refused_before_a_server_starts(served, tmp_path, capsys, text):
     words, earlier, scores = served
     is_json = text is not None and text[0] in "[{"

@@ -1,6 +1,9 @@
 """What is said of the folders of stores: owner, mode, links and parents, on real folders."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,32 @@ def test_folders_and_links_of_other_accounts(tmp_path):
     os.chown(link, 54321, -1, follow_symlinks=False)
     assert exposure(folder) is None
     assert exposure(link) == f"{link} belongs to account 54321"
+
+
+IN_A_NAMESPACE = """
+import ctypes, os, sys
+from pathlib import Path
+from sgl_kvpool.folders import exposure
+os.setuid(54321)
+libc = ctypes.CDLL(None)
+if libc.prctl(4, 1) or libc.unshare(0x10000000):  # PR_SET_DUMPABLE, CLONE_NEWUSER
+    sys.exit(3)
+Path("/proc/self/uid_map").write_text("54321 54321 1")
+assert os.lstat("/").st_uid == 65534
+print(exposure(Path("/usr/bin"), reading=False), exposure(Path(sys.argv[1]), reading=False), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another account")
+def test_a_namespace_that_does_not_know_root():
+    """As of Apptainer: what belongs to root outside belongs to nobody inside."""
+    with tempfile.TemporaryDirectory() as folder:  # in a folder in which any account may make entries
+        Path(folder).chmod(0o755)
+        command = [sys.executable, "-c", IN_A_NAMESPACE, folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 3:
+            pytest.skip("this system allows no user namespaces")
+        assert done.stdout.splitlines() == ["None", f"{folder} belongs to account nobody"], done.stderr
 
 
 def test_links_in_a_circle_and_folders_that_cannot_be_made(tmp_path, monkeypatch):

@@ -57,7 +57,8 @@ def compiled_code() -> Finding:
             finding.notes.append(f"{reason}; a server that needs it compiles it again")
         else:
             finding.problems.append(f"{reason}, and its folder is read-only: make it again there")
-    if not os.access(next(one for one in (folder, *folder.parents) if one.exists()), os.W_OK):
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not (os.path.isdir(there) and os.access(there, os.W_OK)):
         (finding.notes if libraries else finding.problems).append(
             f"{folder} cannot be written, and servers cannot compile what it lacks; set {compiler.VARIABLE} "
             "to a folder of this account"
@@ -65,13 +66,13 @@ def compiled_code() -> Finding:
     for name in ("own", "sglang", "torch", "triton", "flashinfer"):
         cache = CACHES[name]
         try:
-            if cache.folder().exists():
+            if os.path.exists(cache.folder()):  # also if this account may not look there
                 require_own(cache.folder(), cache.variable)
         except Refusal as refusal:
             finding.problems.append(str(refusal))
             continue
-        for path in () if name == "own" else cache.folder().rglob("*.so"):
-            if path.is_file() and _is_truncated(path):
+        for path in () if name == "own" else cache.files():
+            if path.suffix == ".so" and path.is_file() and _is_truncated(path):
                 finding.problems.append(
                     f"{path} is truncated, and a process that loads it ends with SIGBUS: delete {path.parent}"
                 )

@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -237,7 +236,7 @@ def host() -> Finding:
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE,
             "free_bytes": None,
             "host_tier_bytes": None,
-            "compiler": shutil.which(shlex.split(env.text("CXX") or "c++")[0]),
+            "compiler": shutil.which(compiler.words(env.text("CXX") or "c++")[0]),
             "cores": os.cpu_count(),
             **_numa(),
         }

@@ -313,6 +313,23 @@ def test_a_cache_that_cannot_be_written_or_found(monkeypatch, tmp_path, caches, 
     assert capsys.readouterr().err.splitlines()[-1] == f"sgl-kvpool: {text}"
 
 
+@pytest.mark.parametrize("place", ["file", "loop", "closed/x"])
+def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path, caches, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "closed").mkdir(0)
+    for name in CACHES.values():
+        monkeypatch.setenv(name.variable, f"{tmp_path}/{place}")
+    user = os.getresuid()
+    if place == "closed/x" and user[0] == 0:  # root may look into it
+        os.setresuid(65534, 65534, 0)
+    try:
+        (problem,) = compiled_code().problems
+    finally:
+        os.setresuid(*user)
+    assert problem.startswith(f"{tmp_path}/{place}/sgl_kvpool cannot be written, and servers cannot compile")
+
+
 def test_truncated_libraries_of_others_are_named(tmp_path, caches):
     real = Path(_ml_dtypes_ext.__file__).read_bytes()  # its table of sections is its end
     parts = ("SGLANG_JIT_CACHE_DIR/x", "TORCH_EXTENSIONS_DIR/x", "TRITON_CACHE_DIR/x",
