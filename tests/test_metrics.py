@@ -106,5 +106,16 @@ def test_a_server_shows_no_gauges_of_servers_before(tmp_path):
     assert shown("fp8") == {"fp4", "fp8"}
     for file in tmp_path.glob(f"gauge_*_{os.getpid()}.db"):
         file.unlink()
-    (tmp_path / "gauge_livemax_name.db").touch()  # another program may name its processes
     assert shown("bf16") == {"bf16"}
+
+
+def test_files_that_are_no_gauges_of_ours_stay(tmp_path, monkeypatch):
+    """Another program may name its processes by words."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    others = {
+        tmp_path / f"gauge_{one.gauge_mode}_word.db" for one in metrics.METRICS.values() if one.gauge_mode
+    }
+    for file in others:
+        file.touch()
+    metrics._remove_gauges_of_ended_processes()
+    assert others == {*tmp_path.iterdir()} != set()
