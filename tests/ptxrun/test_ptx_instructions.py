@@ -89,16 +89,10 @@ UNKNOWN = [
 ]
 
 
-def check_numbers(body, other=None):
-    """A case's numbers, of its body or of another one."""
-    rows = (CASES[body] * 32)[:32]
-    columns = np.array([[bits(value) for value in row] for row in rows], np.uint32).T
-    assert execute(other or body, columns[:-1])[0].tolist() == columns[-1].tolist()
-
-
-@pytest.mark.parametrize("body", CASES)
-def test_numbers(body):
-    check_numbers(body)
+@pytest.mark.parametrize(("body", "rows"), CASES.items(), ids=CASES)
+def test_numbers(body, rows):
+    columns = np.array([[bits(value) for value in row] for row in (rows * 32)[:32]], np.uint32).T
+    assert execute(body, columns[:-1])[0].tolist() == columns[-1].tolist()
 
 
 @pytest.mark.parametrize("body", UNKNOWN)
@@ -118,21 +112,19 @@ def check_shuffle(mode, lanes, ends, width, given=None):
         assert (source[lane] - 100, inside[lane]) == (other if is_inside else lane, is_inside)
 
 
-def operands(rows, columns):
-    """A `[rows, 8]` and B `[columns, 8]` of tf32, with bits below that a product ignores, and the product."""
-    random = np.random.default_rng(5)
-    a, b = (random.integers(-9, 9, (count, 8)) + 0.5 for count in (rows, columns))
+def operands(columns, threads):
+    """A, B and their product as the threads hold them, `[registers, threads]`, and the whole A and B of tf32.
+
+    What is read has bits below tf32's, which a product ignores.
+    """
+    random, thread = np.random.default_rng(5), np.arange(threads)
+    a, b = (random.integers(-9, 9, (count, 8)) + 0.5 for count in (threads // 2, columns))
     read = [x.astype(np.float32).view(np.uint32) | 0x1ABC for x in (a, b)]
-    return *read, (a @ b.T).astype(np.float32)
-
-
-def registers(threads, a, product):
-    """A, and the product, as the threads hold them, `[registers, threads]`."""
-    thread = np.arange(threads)
     row, place = thread // 32 * 16 + thread % 32 // 4, thread % 4
-    of_a = [a[row + 8 * (n % 2), place + 4 * (n // 2)] for n in range(4)]
-    numbers = range(product.shape[1] // 2)
-    return of_a, [product[row + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * place + n % 2] for n in numbers]
+    of_a = [read[0][row + 8 * (n % 2), place + 4 * (n // 2)] for n in range(4)]
+    of_b = [read[1][row % 8, place + 4 * n] for n in range(2)]
+    where = [(row + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * place + n % 2) for n in range(columns // 2)]
+    return of_a, of_b, np.array([(a @ b.T)[at] for at in where], np.float32), read
 
 
 MMA = """mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
@@ -140,12 +132,10 @@ MMA = """mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
 
 
 def check_mma(body=MMA):
-    a, b, product = operands(16, 8)
-    of_a, wanted = registers(32, a, product)
-    of_b = [b[np.arange(32) // 4, np.arange(32) % 4 + 4 * n] for n in range(2)]
+    of_a, of_b, product, _ = operands(8, 32)
     addend = np.arange(128, dtype=np.float32).reshape(4, 32)
     found = execute(body, np.array([*of_a, *of_b, *addend.view(np.uint32)]), 4).view(np.float32)
-    assert (found == wanted + addend).all()
+    assert (found == product + addend).all()
 
 
 #: B, and A too unless it is in registers, in shared memory: 8 rows of 4 numbers, then the next 4 of them.
@@ -163,12 +153,10 @@ WGMMA = """
 
 
 def check_wgmma(of_a_given, lead=128, stride=256):
-    a, b, product = operands(64, 16)
-    of_a, wanted = registers(128, a, product)
-    image = [x.reshape(-1, 8, 2, 4).transpose(0, 2, 1, 3).reshape(-1, 128) for x in (a, b)]
+    of_a, _, product, read = operands(16, 128)
+    image = [x.reshape(-1, 8, 2, 4).transpose(0, 2, 1, 3).reshape(-1, 128) for x in read]
     body = WGMMA.replace("LAYOUT", str(lead >> 4 << 16 | stride >> 4 << 32)).replace("OF_A", of_a_given)
-    found = execute(body, np.concatenate([*image, of_a]), 8).view(np.float32)
-    assert (found == np.array(wanted)).all()
+    assert (execute(body, np.concatenate([*image, of_a]), 8).view(np.float32) == product).all()
 
 
 def test_shuffles_and_products():
@@ -182,8 +170,8 @@ def test_shuffles_and_products():
 
 TF32 = "cvt.rna.tf32.f32 %o0, %i0;"
 MUTANTS = {
-    "tf32 is not rounded": lambda: check_numbers(TF32, "mov.b32 %o0, %i0;"),
-    "tf32 is cut": lambda: check_numbers(TF32, "and.b32 %o0, %i0, 0xffffe000;"),
+    "tf32 is not rounded": lambda: test_numbers("mov.b32 %o0, %i0;", CASES[TF32]),
+    "tf32 is cut": lambda: test_numbers("and.b32 %o0, %i0, 0xffffe000;", CASES[TF32]),
     "down for up": lambda: check_shuffle("up", 3, 0, 32, ("down", 31)),
     "no segments": lambda: check_shuffle("up", 3, 0x1800, 8, ("up", 0)),
     "no clamp": lambda: check_shuffle("down", 5, 0x181F, 8, ("down", 0x1800)),
