@@ -71,6 +71,18 @@ def test_rows_of_index_operators_are_told_apart(stream):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("make", [torch.empty_like, torch.ones_like, lambda x: x.new_zeros(4)])
+def test_a_tensor_of_anothers_shape_reads_nothing(stream, make):
+    x = torch.ones(4, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    make(x).add_(1)
+    with pytest.raises(OrderFault):
+        x.clone()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(
     "forbidden",
     [
@@ -90,6 +102,7 @@ def test_what_a_capture_forbids(forbidden):
 
 
 def test_a_graph_that_uses_freed_memory_is_found():
+    gc.collect()  # other tests' blocks, which would end the quarantine of this one's
     x = torch.ones(1000, device="cuda")
     held = [x]
     torch.cuda.synchronize()
@@ -100,7 +113,6 @@ def test_a_graph_that_uses_freed_memory_is_found():
     assert out[0].item() == 2
     del x
     held.clear()
-    gc.collect()
     with pytest.raises(MemoryFault, match="freed"):
         graph.replay()
 

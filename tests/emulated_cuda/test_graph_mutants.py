@@ -1,4 +1,4 @@
-"""Mistakes around CUDA graphs and plans, made on purpose: the device notices each by name."""
+"""Mistakes around CUDA graphs, plans and replaced operators, made on purpose: the device notices each."""
 
 import re
 from dataclasses import replace
@@ -12,8 +12,10 @@ from test_cuda_backend_gpu import Case
 from test_graph_runners_gpu import LENGTHS, as_eager, frozen_garbage, no_waits  # noqa: F401
 from test_prefills_in_flight_gpu import Absorbed, Mha, MhaChunks
 
+from emulated_cuda import indexer_operators, launches, libraries
+from emulated_cuda.graphs import CaptureFault
 from emulated_cuda.memory import ALLOCATOR, MemoryFault
-from emulated_cuda.operators import HostWait
+from emulated_cuda.operators import HostWait, UnmarkedWrite
 from emulated_cuda.order import OrderFault
 from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, KVLens
@@ -35,11 +37,27 @@ def captured():
     return case, model, runner_of(case, model)
 
 
+KERNELS = ["store_kernel", "gluon_decode_kernel", "merge_kernel"]
+
+
 def test_kernels_of_a_decode_graph(captured):
     """One store, one decode and one merge; counts are SGLang's lengths."""
     (graph,) = captured[2].backend._graphs.values()
     kernels = [step.name for step in graph.steps if not (step.orders or step.name.startswith("aten."))]
-    assert kernels == ["store_kernel", "gluon_decode_kernel", "merge_kernel"]
+    assert kernels == KERNELS
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "aten.mm.default"])
+def test_a_step_left_out_of_a_graph(captured, monkeypatch, kernel):
+    """Before any whole replay, since the graph's memory would keep its results."""
+    case, model, runner = captured
+    (graph,) = runner.backend._graphs.values()
+    wanted = eager(case, model, batch_of(case, "DECODE"))
+    steps = [step for step in graph.steps if step.name != kernel]
+    assert len(steps) == len(graph.steps) - 1
+    monkeypatch.setattr(graph, "steps", steps)
+    with pytest.raises(AssertionError):
+        as_eager(case, runner.execute(batch_of(case, "DECODE")), wanted)
 
 
 def test_a_pageable_copy_per_replay(captured, monkeypatch):
@@ -133,3 +151,57 @@ def test_pinned_memory_of_a_plan_that_is_not_kept(kind, monkeypatch):
     assert problems
     for problem in problems:
         assert re.search("allocated at .* a copy at .* may still use it: torch's allocator", problem)
+
+
+def test_a_write_that_is_not_stated(monkeypatch):
+    """Of an operator whose schema marks nothing, and of a launch."""
+    pytest.importorskip("sgl_kernel")
+    x, out = torch.ones(2, 3, 8, device="cuda"), torch.zeros(2, 8, device="cuda")
+    monkeypatch.delitem(libraries.WRITES, "sgl_kernel::moe_sum_reduce")
+    with pytest.raises(UnmarkedWrite, match="moe_sum_reduce.* writes its argument 1"):
+        torch.ops.sgl_kernel.moe_sum_reduce(x, out, 2.0)
+
+    launch, one = launches.launch, torch.ones(1, dtype=torch.int32, device="cuda")
+    monkeypatch.setattr(launches, "launch", lambda *args, writes: launch(*args, writes=[]))
+    with pytest.raises(UnmarkedWrite, match="topk ragged writes its argument 3"):
+        indexer_operators._topk_ragged(out, one, None, one, torch.zeros(1, 64, device="cuda").int())
+
+
+def in_a_branch(mistake=None):
+    """A graph of 2 x + 1, of which a branch computes x + 1; its input and its result."""
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    before = side.record_event()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        if mistake == "waits for an event of before":
+            here.wait_event(before)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            more = x + 1
+        if mistake not in ("joins too late", "never joins"):
+            here.wait_stream(side)
+        y = x + more
+        if mistake == "joins too late":
+            here.wait_stream(side)
+    return graph, x, y
+
+
+@pytest.mark.parametrize("mistake", ["never joins", "waits for an event of before"])
+def test_mistakes_with_the_streams_of_a_capture(mistake):
+    message = "waits for work that is not captured" if "waits" in mistake else "does not wait for the work of"
+    with pytest.raises(CaptureFault, match=message):
+        in_a_branch(mistake)
+
+
+def test_a_branch_of_a_graph():
+    graph, x, y = in_a_branch()
+    for value in (2.0, 5.0):
+        graph.replay()
+        assert y.tolist() == (2 * x + 1).tolist()
+        x.fill_(value)
+    graph, *_ = in_a_branch("joins too late")
+    with pytest.raises(OrderFault, match="reads on .* what add at .* wrote on stream"):
+        graph.replay()
+    torch.cuda.synchronize()

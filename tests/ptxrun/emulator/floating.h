@@ -9,10 +9,11 @@ namespace ptxrun {
 
 enum FOp : u8 { FADD, FSUB, FMUL, FFMA, FMIN, FMAX, FDIV, FRCP, FEX2, FLG2, FSQRT, FRSQRT };
 
-// The larger number, or the less; with .NaN (in.c), NaN if either is.
+// The larger number, or the less. in.c: 1 NaN if either is (.NaN), 4 of magnitudes, with the sign of the product
+// (.xorsign.abs).
 static float extreme(const Inst& in, float a, float b, bool least) {
   if (in.c & 4) {
-    float low = std::fabs(a), high = std::fabs(b), r = (low < high) == least ? low : high;
+    float r = least ? std::fmin(std::fabs(a), std::fabs(b)) : std::fmax(std::fabs(a), std::fabs(b));
     return std::signbit(a) != std::signbit(b) ? -r : r;
   }
   if (in.c & 1 && (a != a || b != b)) return NAN;
@@ -51,7 +52,7 @@ static float ulps(Machine& x, float v) {  // approximate functions: moved by up 
   return k ? std::nextafter(v, k * INFINITY) : v;
 }
 
-HANDLER(f32_arith) {  // in.b: approximate; in.c: .NaN
+HANDLER(f32_arith) {  // in.b: approximate; in.c: as `extreme`, 2 rounded down
   int n = in.a == FFMA ? 3 : in.a >= FRCP ? 1 : 2;
   const u64* s[3];
   for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
@@ -68,8 +69,7 @@ HANDLER(f32_arith) {  // in.b: approximate; in.c: .NaN
       case FMUL: r = v[0] * v[1]; break;
       case FFMA: {
         r = std::fma(v[0], v[1], v[2]);
-        double exact = std::fma((double)v[0], (double)v[1], (double)v[2]);
-        if (in.c & 2 && r > exact) r = std::nextafter(r, -INFINITY);
+        if (in.c & 2 && r > add_odd((double)v[0] * v[1], v[2])) r = std::nextafter(r, -INFINITY);
         break;
       }
       case FMIN: r = extreme(in, v[0], v[1], true); break;
@@ -200,7 +200,7 @@ static double whole(double v, int mode) {  // 1 up, 2 down, 3 towards zero, 4 ne
   return mode == 1 ? std::ceil(v) : mode == 2 ? std::floor(v) : mode == 3 ? std::trunc(v) : mode == 4 ? std::nearbyint(v) : v;
 }
 
-HANDLER(v_cvt) {  // in.t destination, in.t2 source
+HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `whole`
   T dt = in.t, st = in.t2;
   const u64* a = x.rd(w, in, 1, m);
   u64 r[32];
@@ -216,16 +216,18 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source
     by_int(dt, [&](auto y) {
       using D = decltype(y);
       lanes(m, [&](int l) {
-        double v = whole(decode(a[l], st), in.c);
+        double v = whole(in.ftz ? flush(as_f32(a[l])) : decode(a[l], st), in.c);
         double low = (double)std::numeric_limits<D>::lowest(), high = (double)std::numeric_limits<D>::max();
-        D i = v != v ? 0 : v <= low ? std::numeric_limits<D>::lowest() : v >= high ? std::numeric_limits<D>::max() : (D)v;
+        D i = v != v      ? (D)(sizeof(D) == 8 ? 1ull << 63 : 0)
+              : v <= low  ? std::numeric_limits<D>::lowest()
+              : v >= high ? std::numeric_limits<D>::max()
+                          : (D)v;
         r[l] = std::is_signed_v<D> ? (u64)(i64)i : zext<D>(i);
       });
     });
   else if (is_float(st))
     lanes(m, [&](int l) {
-      double v = whole(decode(a[l], st), in.c);
-      if (in.ftz) v = flush((float)v);
+      double v = whole(in.ftz ? flush(as_f32(a[l])) : decode(a[l], st), in.c);
       if (in.b) v = v > 1 ? 1 : v > 0 ? v : 0;
       r[l] = dt == F32 ? f32_bits((float)v) : encode(v, dt);
     });

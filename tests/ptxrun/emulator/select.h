@@ -47,6 +47,7 @@ void select(Module& m, Inst& in) {
   auto arith = [&](FOp op) {
     bool approx = has("approx") || has("full");
     only({"rn", "rm", "approx", "full", "ftz", "NaN", "xorsign", "abs"});
+    if ((has("rm") && (op != FFMA || in.t != F32)) || (has("xorsign") && op != FMIN && op != FMAX)) unknown("modifier");
     if (in.t == F32)
       set(f32_arith, op >= FRCP ? C_SFU : C_FP32, op, approx, has("NaN") | 2 * has("rm") | 4 * has("xorsign"));
     else if (is_half(in.t) && op <= FFMA && !in.ftz)
@@ -103,7 +104,7 @@ void select(Module& m, Inst& in) {
     only({"ftz"});
     if (in.t == F32)
       set(f32_sign, C_FP32, n == "neg");
-    else if (is_half(in.t))
+    else if (is_half(in.t) && !in.ftz)
       set(half_sign, C_HALF, n == "neg");
     else if (n == "neg")
       integers(i_neg);
@@ -153,7 +154,9 @@ void select(Module& m, Inst& in) {
                  : in.t2 == E4M3X2                    ? in.t == F16X2
                  : is_float(in.t2) && in.o.size() == 2 ? is_float(in.t) || (whole && in.t2 == F32 && integer(in.t))
                                                        : integer(in.t2) ? in.t == F32 || integer(in.t) : whole && in.t2 == F32 && integer(in.t);
-    if (!known || (in.ftz && in.t2 != F32) || has("rz")) unknown("conversion");
+    if (!known || (in.ftz && in.t2 != F32) || has("rz") || (in.t == TF32) != has("rna") ||
+        (has("satfinite") && in.t != E4M3X2) || (has("sat") && !is_float(in.t2)))
+      unknown("conversion");
     set(v_cvt, C_CVT, 0, has("sat"), whole);
   } else if (n == "ld" || n == "st") {
     only({"global", "param", "shared", "shared::cta", "v2", "v4", "ca", "cg", "cs", "wb", "wt", "relaxed", "L1::evict_last", "L1::evict_first"});

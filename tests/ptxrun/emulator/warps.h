@@ -140,7 +140,7 @@ static void members(Machine& x, Warp& w, const Inst& in, const Op& o, u32 m) {
   });
 }
 
-HANDLER(w_shfl) {  // in.a: bfly, otherwise idx
+HANDLER(w_shfl) {  // in.a: 0 idx, 1 bfly, 2 up, 3 down
   bool pair = in.o[0].k == VEC;
   members(x, w, in, in.o[4], m);
   const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = x.rd(w, in, 3, m);
