@@ -24,8 +24,7 @@ def tokens(seed, count):
 def main(model, questions, **options):
     """Answers to `questions`, of one Engine with `options` beside its own.
 
-    A question is (name, input ids or a list of them, tokens to generate, whether with the prompt's
-    log-probabilities).
+    A question is (name, input ids or a list of them, tokens to generate, first token with a log-probability).
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     from emulated_cuda import memory
@@ -37,11 +36,13 @@ def main(model, questions, **options):
 
     engine = sglang.Engine(model_path=model, device="cuda", **COMMON | options)
     answers = {}
-    for name, ids, count, with_prompt in questions:
-        parameters = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        more = {"logprob_start_len": 0} if with_prompt else {"top_logprobs_num": 20}
+    for name, ids, count, first in questions:
         answers[name] = engine.generate(
-            input_ids=ids, sampling_params=parameters, return_logprob=True, **more
+            input_ids=ids,
+            sampling_params={"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
+            return_logprob=True,
+            top_logprobs_num=20,
+            logprob_start_len=first,
         )
         print("answered", name, file=sys.stderr, flush=True)
     answers["info"] = {name: str(value) for name, value in engine.get_server_info().items()}

@@ -1,12 +1,14 @@
 """SGLang's model classes on the device, in an Engine with CUDA graphs, against transformers' classes.
 
-Prompts are answered alone, then at once, and with log-probabilities of their own. A distance is the mean
-absolute difference of log-probabilities from transformers in float32, whose rows are rounded as the server's
-are. It may be 1.3 times that of transformers in bfloat16, so that bounds are of arithmetic alone.
+Prompts are answered alone and then at once. A distance is the mean absolute difference of log-probabilities
+from transformers in float32, whose rows are rounded as the server's are. It may be 1.3 times that of
+transformers in bfloat16, so that bounds are of arithmetic alone.
 """
 
 import json
 import os
+import re
+from typing import NamedTuple
 
 import forks
 import pytest
@@ -21,67 +23,99 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 CHUNK, NEW = 256, 6
 SHARED, LONG = tokens(1, 300), tokens(11, 2300)
-#: The second has two chunks, the third begins like it, up to the end of a chunk.
-DENSE = [tokens(0, 5), SHARED, SHARED[:CHUNK] + tokens(2, 37), tokens(4, 40)]
-#: Two are longer than what an indexer selects, and begin alike.
-SPARSE = [tokens(0, 60), LONG, LONG[:2048] + tokens(2, 52)]
-#: Prefill graphs of the sizes of the prompts' last chunks; SGLang captures 22.
-OPTIONS = {"cuda_graph_bs_prefill": [64, CHUNK], "chunked_prefill_size": CHUNK}
+#: The second has two chunks, the third begins like it, up to the end of a chunk; where logarithms begin.
+DENSE = [(tokens(0, 5), 0), (SHARED, 0), (SHARED[:CHUNK] + tokens(2, 37), CHUNK), (tokens(4, 40), 0)]
+#: A prefill graph of the size of the prompts' last chunks; SGLang captures 22, for seconds each.
+OPTIONS = {"cuda_graph_bs_prefill": [64], "chunked_prefill_size": CHUNK}
+
+
+class Model(NamedTuple):
+    """A checkpoint's shape and changes, a layout of rows, further options, and the layout of a host tier."""
+
+    shape: str
+    layout: str
+    options: dict = {}  # noqa: RUF012 (nobody changes them)
+    written: dict = {}  # noqa: RUF012
+    host: str | None = None
+
+    @property
+    def is_sparse(self):
+        return self.shape in random_deepseek.SPARSE
+
+    @property
+    def prompts(self):
+        """Prompts, each with the first token whose log-probability is asked for.
+
+        Two of a sparse model are longer than what its indexer selects, and begin alike.
+        """
+        if not self.is_sparse:
+            return DENSE
+        selected = self.written.get("index_topk", random_deepseek.INDEX_TOPK)
+        long, other = LONG[: selected + 52], LONG[:selected] + tokens(2, 52)
+        return [(tokens(0, 60), 0), (long, selected // 2), (other, selected)]
+
+
+BY_US = {"attention_backend": "kvpool_mla"}
+K_SCALES = (0.0127, 0.0413, 0.0231)
 SPARSE_OPTIONS = {"context_length": 8192, "max_total_tokens": 12288}
-#: Name -> shape of the checkpoint, layout, further options.
 MODELS = {
-    "v3-fp4": ("deepseek_v3", "fp4", {}),
-    "v3-bf16": ("deepseek_v3", "bf16", {"attention_backend": "kvpool_mla"}),
-    "v32-fp4": ("deepseek_v32", "fp4", SPARSE_OPTIONS),
-    "glm5-fp4": ("glm5", "fp4", SPARSE_OPTIONS),
-    "kimi-fp4": ("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
+    "v3-fp4": Model("deepseek_v3", "fp4"),
+    "v3-bf16": Model("deepseek_v3", "bf16", BY_US),
+    "v3-fp8": Model("deepseek_v3", "fp8", BY_US, {"k_scales": K_SCALES}),
+    "v3-fp8_block_scale": Model("deepseek_v3", "fp8_block_scale"),
+    # A selection from fewer tokens, so that prompts can be short.
+    "v32-fp4": Model("deepseek_v32", "fp4", {}, {"index_topk": 512}),
+    "glm5-fp4": Model("glm5", "fp4", SPARSE_OPTIONS),
+    "kimi-fp4": Model("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
 }
-QUICK = ("v3-fp4",)
+QUICK = ("v3-fp4", "v32-fp4")
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.quick] if name in QUICK else []) for name in MODELS]
-
-
-def is_sparse(name):
-    return MODELS[name][0] in random_deepseek.SPARSE
-
-
-def prompts_of(name):
-    return SPARSE if is_sparse(name) else DENSE
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """`checkpoint(shape)`: its folder."""
+    """`checkpoint(shape, writer, **changes)`: its folder."""
     root, found = tmp_path_factory.mktemp("models"), {}
 
-    def get(shape):
-        if shape not in found:
-            writer = random_deepseek if shape in random_deepseek.SHAPES else random_hybrid
-            found[shape] = str(writer.write(root / shape, shape))
-        return found[shape]
+    def get(shape, writer=None, **changes):
+        key = (shape, writer, *changes)
+        if key not in found:
+            write = writer or (random_deepseek if shape in random_deepseek.SHAPES else random_hybrid).write
+            found[key] = str(write(root / str(len(found)), shape, **changes))
+        return found[key]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def answers(on_device, checkpoint):
-    """`answers(name)`: what the Engine of one process said, and its log."""
+def ask(on_device):
+    """`ask(model, folder, questions, **options)`: what the Engine of one process said, and its log."""
+
+    def get(model, folder, questions, **options):
+        options = {"kv_cache_layout": model.layout, **OPTIONS, **model.options, **options}
+        code = "from emulated_cuda import model_engine\n"
+        code += f"model_engine.main({folder!r}, {questions!r}, **{options!r})"
+        sparse = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
+        environment = sparse if model.is_sparse else {"KVPOOL_PREFILL_READS_ROWS": "1"}
+        done = on_device.run(code, limit_s=900, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stdout + done.stderr}
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def answers(ask, checkpoint):
+    """`answers(name)`: of one of MODELS."""
     found = {}
 
     def get(name):
         if name not in found:
-            shape, layout, options = MODELS[name]
-            prompts = prompts_of(name)
-            questions = [(f"one {number}", ids, NEW, False) for number, ids in enumerate(prompts)]
-            questions += [("batch", prompts, NEW, False), ("prompts", prompts, 1, True)]
-            options = {"kv_cache_layout": layout, **OPTIONS, **options}
-            code = "from emulated_cuda import model_engine\n"
-            code += f"model_engine.main({checkpoint(shape)!r}, {questions!r}, **{options!r})"
-            sparse = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
-            environment = sparse if is_sparse(name) else {"KVPOOL_PREFILL_READS_ROWS": "1"}
-            done = on_device.run(code, limit_s=900, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-            found[name] = {**json.loads(done.stdout.splitlines()[-1]), "log": done.stdout + done.stderr}
-            found[name]["one"] = [found[name][f"one {number}"] for number in range(len(prompts))]
+            model = MODELS[name]
+            questions = [(str(number), ids, NEW, first) for number, (ids, first) in enumerate(model.prompts)]
+            questions.append(("batch", [ids for ids, _ in model.prompts], NEW, -1))
+            found[name] = ask(model, checkpoint(model.shape, **model.written), questions)
+            found[name]["one"] = [found[name][question[0]] for question in questions[:-1]]
         return found[name]
 
     return get
@@ -89,18 +123,20 @@ def answers(on_device, checkpoint):
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint, tmp_path_factory):
-    """`oracle(name, cases)`: by dtype, transformers' log-probabilities of cases (`model_oracle.main`)."""
+    """`oracle(model, cases)`: by dtype, transformers' log-probabilities of cases (`model_oracle.main`)."""
     folder, on_cpu = tmp_path_factory.mktemp("oracle"), environment("cpu")
     paths = [str(HERE.parent / name) for name in ("codec", "gpu")]
     on_cpu["PYTHONPATH"] = os.pathsep.join([*paths, on_cpu["PYTHONPATH"]])
     with forks.Forks("transformers", output=folder, environment=on_cpu) as own:
 
-        def get(name, cases):
-            shape, layout, _ = MODELS[name]
-            options = {"layout": layout, "chunk": CHUNK, "reads_own": not is_sparse(name)}
+        def get(model, cases, chunk=CHUNK):
+            written = {name: value for name, value in model.written.items() if name != "k_scales"}
+            options = {"layout": model.layout, "chunk": chunk, "reads_own": not model.is_sparse}
+            options["k_scales"] = model.written.get("k_scales")
             code = "from emulated_cuda import model_oracle\n"
-            code += f"model_oracle.main({shape!r}, {checkpoint(shape)!r}, {cases!r}, **{options!r})"
-            done = own.run(code)
+            folder = checkpoint(model.shape, **written)
+            code += f"model_oracle.main({model.shape!r}, {folder!r}, {cases!r}, **{options!r})"
+            done = own.run(code, limit_s=600)
             assert done.returncode == 0, done.stderr[-3000:]
             found = json.loads(done.stdout.splitlines()[-1])
             return {dtype: [torch.tensor(one) for one in all_] for dtype, all_ in found.items()}
@@ -108,41 +144,54 @@ def oracle(checkpoint, tmp_path_factory):
         yield get
 
 
+def said(answer, part):
+    return torch.tensor([p for p, *_ in answer["meta_info"][f"{part}_token_logprobs"] if p is not None])
+
+
+def case_of(ids, first, answer, **where):
+    """What `model_oracle.main` needs for an answer: its prompt's log-probabilities, and its tokens'."""
+    where |= {"prompt": len(ids), "cached": answer["meta_info"]["cached_tokens"]}
+    return ids + answer["output_ids"], first + 1, where
+
+
 def mean_distance(found, wanted):
     return torch.cat([(a - b).abs() for a, b in zip(found, wanted, strict=True)]).mean().item()
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_prompts_are_transformers(name, answers, oracle):
-    prompts = answers(name)["prompts"]
-    said = [torch.tensor([p for p, *_ in a["meta_info"]["input_token_logprobs"][1:]]) for a in prompts]
-    wanted = oracle(name, [(ids, 1, {}) for ids in prompts_of(name)])
-    far = mean_distance(said, wanted["float32"])
-    arithmetic = mean_distance(wanted["bfloat16"], wanted["float32"])
-    print(f"{name}: {far:.4f} from transformers, bfloat16 {arithmetic:.4f}")
-    assert far < 1.3 * arithmetic
+@pytest.fixture(scope="module")
+def distances(answers, oracle):
+    """`distances(name)`: by part, how far a server and bfloat16 arithmetic are from transformers."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            model, one = MODELS[name], answers(name)["one"]
+            cases = [case_of(*prompt, answer) for prompt, answer in zip(model.prompts, one, strict=True)]
+            wanted, found[name] = oracle(model, cases), {}
+            for part, cut in (("input", slice(0, -NEW)), ("output", slice(-NEW, None))):
+                exact, rounded = ([x[cut] for x in wanted[dtype]] for dtype in ("float32", "bfloat16"))
+                own = [said(answer, part) for answer in one]
+                found[name][part] = mean_distance(own, exact), mean_distance(rounded, exact)
+                print(f"{name} {part}: %.4f from transformers, bfloat16 %.4f" % found[name][part])
+        return found[name]
+
+    return get
 
 
+@pytest.mark.parametrize("part", ["input", "output"])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_decoded_tokens_are_transformers(name, answers, oracle):
-    """Tokens of single requests, the third with a prefix hit: what decode reads are stored rows."""
-    said, cases = [], []
-    for ids, answer in zip(prompts_of(name), answers(name)["one"], strict=True):
-        said.append(torch.tensor([p for p, *_ in answer["meta_info"]["output_token_logprobs"]]))
-        where = {"prompt": len(ids), "cached": answer["meta_info"]["cached_tokens"]}
-        cases.append((ids + answer["output_ids"], len(ids), where))
-    wanted = oracle(name, cases)
-    far = mean_distance(said, wanted["float32"])
-    arithmetic = mean_distance(wanted["bfloat16"], wanted["float32"])
-    print(f"{name}: {far:.4f} from transformers, bfloat16 {arithmetic:.4f}")
+def test_log_probabilities_are_transformers(name, part, distances):
+    """Of prompts, and of decoded tokens, for which stored rows are read; the third has a prefix hit."""
+    far, arithmetic = distances(name)[part]
     assert far < 1.3 * arithmetic
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_tokens_of_graphs_prefixes_and_batches(name, answers):
     """Alone, with a prefix hit, and at once: the same tokens, from graphs of prefill and decode."""
-    found = answers(name)
+    found, model = answers(name), MODELS[name]
     assert [a["output_ids"] for a in found["one"]] == [a["output_ids"] for a in found["batch"]]
-    assert found["one"][2]["meta_info"]["cached_tokens"] >= (2048 if is_sparse(name) else CHUNK)
-    assert "Decode batch" in found["log"]
+    assert found["one"][2]["meta_info"]["cached_tokens"] == model.prompts[2][1]
+    for batch in ("Prefill", "Decode"):
+        assert re.search(f"{batch} batch.*cuda graph: True", found["log"])
     assert "self-check passed" in found["log"]

@@ -7,6 +7,7 @@ has FP8.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,15 +48,26 @@ CLASSES = {"deepseek_v32": "DeepseekV32", "glm5": "GlmMoeDsa"}
 PUBLISHED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 #: Written by transformers, but absent from published checkpoints.
 UNPUBLISHED = ("layer_types", "mlp_layer_types")
+#: As llm-compressor writes it where it quantises nothing but rows.
+ONLY_K_SCALES = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {},
+    "ignore": ["re:.*"],
+    "kv_cache_scheme": {
+        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
+    },
+}  # fmt: skip
 
 
-def config_of(shape: str):
+def config_of(shape: str, **changed):
     """transformers' configuration."""
     import transformers
 
     differing = {"qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts_per_tok": 2, **SHAPES[shape]}
     if shape in SPARSE:
         differing |= {"index_topk": INDEX_TOPK, "index_head_dim": 128}
+    differing |= changed
     return getattr(transformers, f"{CLASSES.get(shape, 'DeepseekV3')}Config")(
         **differing,
         num_key_value_heads=differing["num_attention_heads"],
@@ -75,17 +87,19 @@ def config_of(shape: str):
     )
 
 
-def write(folder: Path, shape: str) -> Path:
-    """Write a checkpoint; returns its folder."""
+def write(folder: Path, shape: str, *, k_scales: Sequence[float] = (), **changed) -> Path:
+    """Write a checkpoint, with k_scales of its layers; returns its folder. `changed` is its configuration."""
     import transformers
     from safetensors.torch import load_file, save_file
 
-    folder, config = Path(folder), config_of(shape)
+    folder, config = Path(folder), config_of(shape, **changed)
     torch.manual_seed(5)
     model = f"{CLASSES.get(shape, 'DeepseekV3')}ForCausalLM"
     getattr(transformers, model)(config).bfloat16().save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     published = {key: value for key, value in written.items() if key not in UNPUBLISHED}
+    if k_scales:
+        published["quantization_config"] = ONLY_K_SCALES
     (folder / "config.json").write_text(json.dumps(published | PUBLISHED, indent=2))
     [path] = folder.glob("*.safetensors")
     weights = load_file(path)
@@ -100,6 +114,11 @@ def write(folder: Path, shape: str) -> Path:
         extra + "shared_head.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
         extra + "shared_head.head.weight": weights["lm_head.weight"].clone(),
         extra + "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+    }
+    draft |= {
+        f"model.layers.{layer}.self_attn.{x}_proj.{x}_scale": torch.tensor(scale)
+        for layer, scale in enumerate(k_scales)
+        for x in "kv"
     }
     save_file(weights | draft, path, metadata={"format": "pt"})
     return folder

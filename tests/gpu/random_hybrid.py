@@ -59,6 +59,8 @@ _KIMI = {
     **_COMMON,
     "architectures": ["KimiLinearForCausalLM"],
     "model_type": "kimi_linear",
+    # Of the published checkpoint; SGLang's linear attention always has it (kimi_linear.py:198).
+    "rms_norm_eps": 1e-5,
     "head_dim": 72,
     "q_lora_rank": None,
     # q and k have the rope values, but these are not rotated.
