@@ -11,7 +11,6 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED, Event
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
-from sgl_kvpool.sglang_plugin.hook_points import TESTED
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.attention import UNSHOWN_ALGORITHMS
@@ -154,10 +153,9 @@ def _hooks() -> _Entries:
 
 
 def _repairs() -> _Entries:
-    """Repairs: hooks on what is wrong in SGLang itself, where it was reported, and when to look again."""
-    again = f"look again in {TESTED.rpartition('<')[2]}"
+    """Repairs: hooks on what is wrong in SGLang itself, with reports; look at them again in 0.5.24."""
     for group, name, change, reported in _changes(repairs=True):
-        yield group, name, f"{change} ({reported}; {again})"
+        yield group, name, f"{change} ({reported})"
 
 
 def _table(rows: _Rows) -> str:

@@ -10,6 +10,7 @@ from sgl_kvpool.cli import main
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED
 from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+from sgl_kvpool.sglang_plugin.hook_points import TESTED
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
 
@@ -53,4 +54,5 @@ def test_tables_are_whole():
 def test_every_hook_is_described():
     hooks = [".".join(target.split(".")[-2:]) for group in GROUPS for target in group.declared.hooks]
     assert sorted([*first_cells("Hooks"), *first_cells("Repairs")]) == sorted(hooks)
+    assert f"look at them again in {TESTED.rpartition('<')[2]}." in PAGE.read_text()
     assert all(len(text.split()) > 4 for _, text in entries("Hooks"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext as DefaultDevice
 
 from emulated_cuda import accesses, graphs, launches, operators, order, runtime
 from emulated_cuda.memory import ALLOCATOR
@@ -122,7 +122,7 @@ def _install_tensors() -> None:
         out = out.pin_memory() if pin_memory else out
         if device is None:  # `torch.get_default_device` makes a tensor to find it
             modes = reversed(torch.overrides._get_current_function_mode_stack())
-            device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+            device = next((mode.device for mode in modes if isinstance(mode, DefaultDevice)), None)
         return out.to(device) if device is not None else out
 
     def as_tensor(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
