@@ -13,9 +13,10 @@ from test_graph_runners_gpu import LENGTHS, as_eager, frozen_garbage, no_waits  
 from test_prefills_in_flight_gpu import Absorbed, Mha, MhaChunks
 
 from emulated_cuda import indexer_operators, launches, libraries
+from emulated_cuda.accesses import UnmarkedWrite
 from emulated_cuda.graphs import CaptureFault
 from emulated_cuda.memory import ALLOCATOR, MemoryFault
-from emulated_cuda.operators import HostWait, UnmarkedWrite
+from emulated_cuda.operators import HostWait
 from emulated_cuda.order import OrderFault
 from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, KVLens
