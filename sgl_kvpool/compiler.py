@@ -154,12 +154,12 @@ class Module:
 
     def _compilers(self) -> str | None:
         """Digest of the compilers' versions; None if one is missing."""
-        commands = [words(os.environ.get("CXX") or "c++")]
         try:
+            commands = [shlex.split(os.environ.get("CXX") or "c++")]
             if self.cuda_arch:
                 commands.append([str(cuda_toolkit()[0] / "bin" / "nvcc")])
             return _digest(*(_version(*command) for command in commands))
-        except (OSError, subprocess.CalledProcessError):
+        except (OSError, ValueError, subprocess.CalledProcessError):  # ValueError: an open quote
             return None
 
     @contextmanager
@@ -204,21 +204,11 @@ def cuda_toolkit() -> tuple[Path, Path]:
     raise FileNotFoundError(f"{tried}: no bin/nvcc, cuda_runtime.h and libcudart; set CUDA_HOME to a toolkit")
 
 
-def words(command: str) -> list[str]:
-    """Words of a compiler's command; one word, which names no program, if a quote in it is open."""
-    try:
-        return shlex.split(command) or [command]
-    except ValueError:
-        return [command]
-
-
 @functools.cache
 def _version(*command: str) -> str:
     """What a compiler says of its version; the same under any name, from any folder, and in any locale."""
-    in_english = {**os.environ, "LC_ALL": "C"}
-    text = subprocess.check_output(
-        [*command, "--version"], text=True, errors="replace", env=in_english, stderr=subprocess.PIPE
-    )
+    english, no = {**os.environ, "LC_ALL": "C"}, subprocess.PIPE
+    text = subprocess.check_output([*command, "--version"], errors="replace", env=english, stderr=no)
     return re.sub(r"\A(?!.* version )[^(\n]*(?=\()|^InstalledDir:.*$", "", text, flags=re.MULTILINE)
 
 

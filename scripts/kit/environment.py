@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def _missing_compilers() -> dict[str, str]:
     cc, cxx = (os.environ.get(variable) or name for variable, name in (("CC", "cc"), ("CXX", "c++")))
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     for need, command in (("cc", cc), ("c++", cxx), ("c++", "ninja")):
-        if shutil.which(compiler.words(command)[0], path=path) is None:
+        if shutil.which(shlex.split(command)[0], path=path) is None:
             found[need] = f"{command} is not on the PATH"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         found["cc"] = "Triton compiles with Python.h, which is not installed"

@@ -20,6 +20,7 @@ from typing import Any
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.commands import arguments as common
+from sgl_kvpool.commands.doctor.probes import machine
 from sgl_kvpool.commands.named_model import find_model, fingerprint
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.demo import report, smollm2
@@ -110,6 +111,7 @@ class _Subject:
             **dataclasses.asdict(self),
             "versions": [__version__, metadata.version("sglang")],
             "arguments": list(self.arguments),
+            "gpu": machine().get("gpu"),  # None on a CPU
             "text": hashlib.sha256(self.text.encode()).hexdigest(),
         }
 
@@ -341,9 +343,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     if name := common.given(words, (*_OURS, "--disable-radix-cache") if is_sparse else _OURS):
         raise ValueError(f"{name} is set by this command, or unfit for it; leave it out of what follows --")
     if kept := [word for word in common.without_secrets(words) if word not in words]:
-        raise ValueError(
-            f"{kept[0]}: the servers' logs would keep this secret; leave it out, or give a @FILE"
-        )
+        raise ValueError(f"{kept[0]}: the logs would keep this secret; leave it out, or give a @FILE")
     parser = argparse.ArgumentParser("sglang serve", add_help=False)
     parser.add_argument("--context-length", type=common.whole, default=config.get("max_position_embeddings"))
     context_tokens = parser.parse_known_args(words)[0].context_length or _MOST_HIDDEN_TOKENS

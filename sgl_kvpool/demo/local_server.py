@@ -241,7 +241,8 @@ class LocalServer:
         try:
             return self._open(request, timeout_seconds)
         except urllib.error.HTTPError as error:  # the server answered; the body has the reason
-            error.msg += f": {error.peek()[:_LINE_CHARACTERS].decode(errors='replace')}"
+            body = error.peek()[:_LINE_CHARACTERS].decode(errors="replace")
+            error.msg += ": " + re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", body)
             raise
         except TimeoutError:
             what = f"{self.name} gave no answer in {timeout_seconds:.0f} s; is the machine busy?"

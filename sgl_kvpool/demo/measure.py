@@ -154,14 +154,15 @@ def score(server: Server, windows: Sequence[list[int]], prefix_tokens: int = 0) 
                 )
             # [log-probability, token id, text] per token; the first token has no log-probability.
             tokens = answer["meta_info"]["input_token_logprobs"][1:]
-            if [token[1] for token in tokens] != ids[prefix_tokens + 1 :]:
-                raise ValueError("the server scored other tokens than it was sent")
-            if not all(isinstance(token[0], float) and math.isfinite(token[0]) for token in tokens):
-                raise ValueError("the server returned log-probabilities that are not finite numbers")
             best = [
                 [(token, value) for value, token, *_ in entries]
                 for entries in answer["meta_info"]["input_top_logprobs"][1:]
             ]
+            if [token[1] for token in tokens] != ids[prefix_tokens + 1 :] or len(best) != len(tokens):
+                raise ValueError("the server scored other tokens than it was sent")
+            values = [token[0] for token in tokens] + [value for entries in best for _, value in entries]
+            if not all(isinstance(value, float) and math.isfinite(value) for value in values):
+                raise ValueError("the server returned log-probabilities that are not finite numbers")
             found += Scores([[token[0] for token in tokens]], [[entries[0][0] for entries in best]], [best])
     return found
 

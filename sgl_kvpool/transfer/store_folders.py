@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.folders import exposure, make_private
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, shown
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,11 @@ class FileStore:
         """Its folders, with a --hicache-storage-backend-extra-config; none if it keeps objects elsewhere."""
         configuration = configuration or {}
         if self is FILE_STORES["file"]:
-            return [
-                Path(os.environ.get(self.variable) or configuration.get("file_storage_path") or self.default)
-            ]
+            path = os.environ.get(self.variable) or configuration.get("file_storage_path") or self.default
+            if not isinstance(path, str) or "\0" in path:
+                of = "of --hicache-storage-backend-extra-config"
+                raise Refusal(f'"file_storage_path" {of} is no path but {shown(path)}; give one')
+            return [Path(path)]
         plugin = os.environ.get("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "")
         if "plugin" in configuration:
             plugins, yes = configuration["plugin"], (True, "true", "True")

@@ -22,6 +22,7 @@ from sgl_kvpool.demo.measure import (
     divergence,
     find_passkeys,
     passkey_prompt,
+    score,
 )
 from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -98,6 +99,27 @@ def test_accepted_drafts():
     assert accepted_drafts(SimpleNamespace(generate=lambda **_: [{"meta_info": {}}]), [[1] * 2000]) == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("cached_tokens", 0, "the server found 0 of 2 stored tokens before those to be scored"),
+        ("input_token_logprobs", [None, [-1.0, 9]], "scored other tokens than it was sent"),
+        ("input_token_logprobs", [None, [None, 4]], "not finite numbers"),
+        # As JSON has minus infinity, which fails only when layouts are compared.
+        ("input_top_logprobs", [None, [[-1.0, 4], [None, 5]]], "not finite numbers"),
+        ("input_top_logprobs", [None], "scored other tokens than it was sent"),
+    ],
+)
+def test_answers_that_measure_nothing_are_refused(field, value, text):
+    info = {"cached_tokens": 2, "input_token_logprobs": [None, [-1.0, 4]]}
+    info = {**info, "input_top_logprobs": [None, [[-1.0, 4], [-2.0, 5]]]}
+    server = SimpleNamespace(generate=lambda **_: [{"meta_info": info}])
+    assert score(server, [[1, 2, 3, 4]], 2).top_tokens == [[4]]
+    info[field] = value
+    with pytest.raises(ValueError, match=text):
+        score(server, [[1, 2, 3, 4]], 2)
+
+
 def test_divergences_of_windows():
     rng = np.random.default_rng(1)
     rows = [[best(distribution(rng), 20) for _ in range(7)] for _ in range(6)]
@@ -124,10 +146,7 @@ def test_divergences_of_windows():
         (["--", "--po", "3"], "--po is set by this command"),
         (["--", "--admin-api-key", "5ecret"], "--admin-api-key is set by this command, or unfit for it"),
         (["--", "--ssl-keyfile-password=5ecret"], "--ssl-keyfile-password is set by this command, or"),
-        (
-            ["--", '--x={"token": "5ecret"}'],
-            '--x={"token": "SECRET"}: the servers\' logs would keep this secret',
-        ),
+        (["--", '--x={"token": "5ecret"}'], '--x={"token": "SECRET"}: the logs would keep this secret'),
         (["--", "--config", "BROKEN"], 'broken.yaml", line 2, column 1'),
         (["--", "--ssl-certfile", "x"], "--ssl-certfile is set by this command, or unfit for it"),
         (["--", "--config", "CONFIG"], "--api-key is set by this command, or unfit for it; leave"),
@@ -201,8 +220,9 @@ def rewrite(path):
         (lambda folder, yaml, versions: yaml.write_text("page_size: 32"), {"checkpoint"}),
         (lambda folder, yaml, versions: (folder / "nohup.out").write_text("this run's"), set()),
         (lambda folder, yaml, versions: versions.setattr(metadata, "version", len), {"versions"}),
+        (lambda folder, yaml, gpu: gpu.setattr(evaluate, "machine", lambda: {"gpu": "H20"}), {"gpu"}),
     ],
-    ids=["weights", "config", "quantization", "tokenizer", "--config", "nothing", "SGLang"],
+    ids=["weights", "config", "quantization", "tokenizer", "--config", "nothing", "SGLang", "GPU"],
 )
 def test_what_a_run_has_in_common_with_an_earlier_one(sparse, tmp_path, monkeypatch, change, differ):
     yaml = tmp_path / "server.yaml"

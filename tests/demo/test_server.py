@@ -141,7 +141,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path):
 def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
     """The server keeps running: the demo does not wait for its end. The body has the reason."""
     mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")
-    mortal = mortal.replace('response.body"', 'response.body", "body": b"Too many tokens"')
+    mortal = mortal.replace('response.body"', 'response.body", "body": b"Too\\x1b\\n many tokens"')
     program = (sys.executable, "-c", mortal)
     arguments = ["--port", str(free_port()), "pass"]
     with Server(arguments, tmp_path / "log", wait_seconds=100, program=program) as server:
@@ -149,7 +149,7 @@ def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match=r"400.*: Too many tokens$") as failed:
             server.generate(text="x")
         assert time.monotonic() - begin < 4
-        assert failed.value.read() == b"Too many tokens"
+        assert failed.value.read() == b"Too\x1b\n many tokens"
 
 
 #: Starts a server, anew or as a fork, and waits; `argv`: port, log, how.

@@ -105,6 +105,10 @@ def test_links_in_a_circle_and_folders_that_cannot_be_made(tmp_path, monkeypatch
     other.symlink_to(one)
     exposure(one)  # ends
     (tmp_path / "file").write_text("")
+    monkeypatch.delenv(FILE.variable, raising=False)
+    for path in (5, ["a"], "a\0b"):
+        with pytest.raises(Refusal, match=r'^"file_storage_path" of .* is no path but .*; give one$'):
+            FILE.folders({"file_storage_path": path})
     with pytest.raises(
         Refusal, match=r"^the folder .*/file/store of the store cannot be made \(Not a dir.*set "
     ):
@@ -156,6 +160,7 @@ def test_which_folders_sglang_uses(tmp_path, monkeypatch, published):
         (None, "NoneType"),
         ({}, "empty"),
         ({"posix": True}, "posix"),
+        ({1: {"active": True}}, "1"),  # of a YAML file
         ({"obj": {"active": "false", "secret_key": "s3cret"}, "posix": {"active": []}}, "obj, posix"),
     ],
 )

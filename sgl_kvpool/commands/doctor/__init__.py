@@ -71,7 +71,7 @@ def compiled_code() -> Finding:
         except Refusal as refusal:
             finding.problems.append(str(refusal))
             continue
-        for path in () if name == "own" else cache.files():
+        for path in () if name == "own" else cache.compiled():
             if path.suffix == ".so" and path.is_file() and _is_truncated(path):
                 finding.problems.append(
                     f"{path} is truncated, and a process that loads it ends with SIGBUS: delete {path.parent}"

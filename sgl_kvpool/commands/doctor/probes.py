@@ -12,9 +12,11 @@ import os
 import platform
 import resource
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -228,6 +230,9 @@ def used(device: str, capability: tuple[int, int] = HOPPER) -> Finding:
 
 def host() -> Finding:
     """Memory that a host tier could use, the limit on locked memory, cores, NUMA nodes."""
+    cxx = env.text("CXX") or "c++"
+    with suppress(ValueError):  # an open quote
+        cxx = shlex.split(cxx)[0]
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     finding = Finding(
         {
@@ -236,7 +241,7 @@ def host() -> Finding:
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE,
             "free_bytes": None,
             "host_tier_bytes": None,
-            "compiler": shutil.which(compiler.words(env.text("CXX") or "c++")[0]),
+            "compiler": shutil.which(cxx),
             "cores": os.cpu_count(),
             **_numa(),
         }

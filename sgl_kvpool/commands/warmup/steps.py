@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,14 +29,10 @@ class Cache:
     variable: str
     folder: Callable[[], Path]
 
-    def files(self) -> Iterator[Path]:
-        """All files, except where this account may not look."""
-        return (Path(place, name) for place, _, names in os.walk(self.folder()) for name in names)
-
     def compiled(self) -> dict[Path, int]:
-        """Compiled files and their times of modification in ns; empty if the folder does not exist."""
+        """Compiled files and their times of modification in ns; none where this account may not look."""
         found = {}
-        for path in self.files():
+        for path in (Path(place, name) for place, _, names in os.walk(self.folder()) for name in names):
             if path.suffix in _COMPILED:
                 with contextlib.suppress(FileNotFoundError):  # another process may replace it now
                     found[path] = path.stat().st_mtime_ns
