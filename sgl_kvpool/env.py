@@ -2,6 +2,8 @@
 
 import difflib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -66,6 +68,18 @@ _FALSE = ("", "0", "false", "no", "off")
 def of_children() -> dict[str, str]:
     """Environment of a Python program that this package starts: imports ignore the current folder."""
     return {k: v for k, v in os.environ.items() if k not in NOT_INHERITED} | {"PYTHONSAFEPATH": "1"}
+
+
+def run_alone(code: str, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run code in another Python, with this environment; -P: imports ignore the working folder."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_seconds,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def text(name: str) -> str | None:

@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_server_arguments(
         parser,
-        "; with --speculative-algorithm, a column has the drafts accepted per step, which narrow rows lower "
-        "before answers look worse (there is none without)",
+        "; with --speculative-algorithm, a column shows the drafts accepted per step, which narrow rows "
+        "lower before answers look worse",
     )
 
 

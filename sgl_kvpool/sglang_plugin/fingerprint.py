@@ -12,8 +12,6 @@ import importlib.metadata
 import inspect
 import json
 import pkgutil
-import subprocess
-import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -200,15 +198,7 @@ def problem() -> str | None:
 
 def _compared() -> dict[str, list[str]]:
     """`failing` and `differences` of all hook groups, from a child: a launcher must not import the pools."""
-    done = subprocess.run(
-        # -P: imports ignore the working folder.
-        [sys.executable, "-P", "-c", f"import {__name__} as ours; ours.answer()"],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT_SECONDS,
-        stdin=subprocess.DEVNULL,
-    )
+    done = env.run_alone(f"import {__name__} as ours; ours.answer()", _TIMEOUT_SECONDS)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

@@ -17,7 +17,7 @@ from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, NODE, R
 
 #: Default value: SGLang's own behaviour, or our choice.
 AUTO = "auto"
-#: `ServerArgs` attribute of the record.
+#: Attribute of `ServerArgs` that holds the record.
 _RECORD = "_kvpool_config"
 
 #: Names of the options that a flag or keyword has requested on any `ServerArgs` of this process.

@@ -34,7 +34,7 @@ class Model(NamedTuple):
 
     shape: str
     layout: str
-    options: dict = {}  # noqa: RUF012 (nobody changes them)
+    options: dict = {}  # noqa: RUF012 (never changed)
     written: dict = {}  # noqa: RUF012
     host: str | None = None
 

@@ -10,12 +10,10 @@ import importlib.util
 import os
 import random
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from pathlib import Path
 
 import copying_deepseek
+import mixed_batches
 import pytest
 import random_deepseek
 import random_hybrid
@@ -234,7 +232,9 @@ def ask(shape, name, model, log, importing=None):
         }
         if "mixed" in name:
             said["running"] = [generate(ids, MANY, **top) for ids in RUNNING]
-            said["mixed"], said["mixed_log"] = serve_mixed(server, log)
+            said["mixed"], said["mixed_log"] = mixed_batches.serve(
+                server, log, RUNNING, MANY, SPARSE_PROMPTS, GREEDY
+            )
         if "on-fp4" in name:
             # After a flush, the device hit reads rows and a state that were computed, not loaded.
             server.get("/flush_cache?timeout=30")
@@ -245,40 +245,6 @@ def ask(shape, name, model, log, importing=None):
             said["host_hit"], said["device_hit_again"] = generate(PROMPTS[3]), generate(PROMPTS[3])
     said["log"] = log.read_text(errors="replace")
     return said
-
-
-def serve_mixed(server, log):
-    """Answers to prompts that arrive while others decode (None if the server ended), and the log meanwhile.
-
-    Without log-probabilities: SGLang does not mix a batch with a request for them (scheduler.py:4379).
-    """
-    server.get("/flush_cache?timeout=30")
-    before = len(log.read_text(errors="replace"))
-
-    def said():
-        return log.read_text(errors="replace")[before:]
-
-    try:
-        with ThreadPoolExecutor(len(RUNNING) + len(SPARSE_PROMPTS)) as threads:
-            asked = [threads.submit(server.generate, input_ids=i, sampling_params=MANY) for i in RUNNING]
-            while "Decode batch" not in said() and not any(one.done() for one in asked):
-                time.sleep(0.02)
-            for ids in SPARSE_PROMPTS:
-                asked.append(threads.submit(server.generate, input_ids=ids, sampling_params=GREEDY))
-                time.sleep(0.1)
-        return [one.result() for one in asked], said()
-    except (OSError, HTTPException):
-        time.sleep(2)  # the reason is logged after the connection is gone
-        return None, said()
-
-
-def decoded_with_prompts(said):
-    """Tokens that came out of mixed batches: all but each answer's first token and those of decode batches.
-
-    The log has a line for each batch that only decodes, with its number of requests.
-    """
-    alone = re.findall(r"Decode batch[^\n]*?#running-req: (\d+)", said["mixed_log"])
-    return sum(len(answer["output_ids"]) - 1 for answer in said["mixed"]) - sum(map(int, alone))
 
 
 def logprobs(answer):
@@ -405,7 +371,7 @@ def test_hits_on_a_narrower_host(shape, answers):
 def test_mixed_batches_say_what_requests_served_alone_say(name, answers):
     found = answers("deepseek_v32", name)
     assert found["mixed"] is not None, found["mixed_log"][-3000:]
-    assert decoded_with_prompts(found) > 30
+    assert mixed_batches.decoded_with_prompts(found) > 30
     # Graphs of prefills are where stock SGLang goes wrong, see below.
     assert re.search(r"Prefill batch.*#running-req: [1-9].*cuda graph: True", found["mixed_log"])
     say_the_same([*found["running"], *found["one"]], found["mixed"])
@@ -427,6 +393,6 @@ def test_stock_sglang_gets_mixed_batches_of_656_byte_rows_wrong(answers):
     if stock["mixed"] is None:
         assert "RAGGED topk_transform requires topk_indices_offset" in stock["log"]
         return
-    assert decoded_with_prompts(stock) > 30, "no batch was mixed"
+    assert mixed_batches.decoded_with_prompts(stock) > 30, "no batch was mixed"
     with pytest.raises(AssertionError):
         say_the_same([*stock["running"], *stock["one"]], stock["mixed"])

@@ -89,7 +89,7 @@ print(exposure(Path("/usr/bin"), reading=False), exposure(Path(sys.argv[1]), rea
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another account")
 def test_a_namespace_that_does_not_know_root():
-    """As of Apptainer: what belongs to root outside belongs to nobody inside."""
+    """In Apptainer, files of root outside the namespace belong to `nobody` inside."""
     with tempfile.TemporaryDirectory() as folder:  # in a folder in which any account may make entries
         Path(folder).chmod(0o755)
         command = [sys.executable, "-c", IN_A_NAMESPACE, folder]

@@ -14,8 +14,6 @@ import resource
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -307,15 +305,8 @@ def _numa() -> dict[str, Any]:
 
 def in_child(name: str) -> Finding:
     """Run the probe of this name in a process of its own; RuntimeError if the process prints no finding."""
-    done = subprocess.run(
-        # -P: imports ignore the working folder.
-        [sys.executable, "-P", "-c", f"print(flush=True); from {__name__} import answer; answer({name!r})"],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT_SECONDS,
-        stdin=subprocess.DEVNULL,
-    )
+    code = f"print(flush=True); from {__name__} import answer; answer({name!r})"
+    done = env.run_alone(code, _TIMEOUT_SECONDS)
     try:
         return Finding(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, TypeError, ValueError):

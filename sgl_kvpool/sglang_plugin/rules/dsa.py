@@ -214,7 +214,7 @@ def _default_narrow_layout() -> MLAKVCacheLayout:
 
 
 def _other_layout(server: Server) -> MLAKVCacheLayout | None:
-    """Another narrow layout whose rows the resolved implementations read; None if there is none."""
+    """Another narrow layout whose rows the resolved implementations read, or None."""
     for other in MLAKVCacheLayout:
         if other is server.layout or not other.is_narrow or not sglang_dsa_reads(other):
             continue
