@@ -68,8 +68,9 @@ def mooncake(_model_path, folder):
 
 
 def nixl_server(folder, name, layout, direct_io=True):
-    """A server over NIXL's POSIX files; O_DIRECT is NIXL's default."""
-    extra = '{"plugin": {"posix": {"active": true}}%s}' % ("" if direct_io else ', "use_direct_io": false')
+    """A server over NIXL's POSIX files, not deleted on a full disk; O_DIRECT is NIXL's default."""
+    extra = '{"plugin": {"posix": {"active": true}}, "l3_cleaner_enabled": false%s}'
+    extra %= "" if direct_io else ', "use_direct_io": false'
     environment = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(folder / "files")}
     options = ("--hicache-storage-backend-extra-config", extra)
     return with_store(folder, name, layout, environment, "nixl", *options)

@@ -7,10 +7,12 @@ import torch
 
 #: A hybrid model of five layers: 1 and 4 are MLA layers, 0, 2 and 3 are linear layers.
 ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
+#: NIXL's POSIX files, which SGLang's cleaner would delete on a disk that is 80 % full.
+NIXL_POSIX = '{"plugin": {"posix": {"active": true}}, "l3_cleaner_enabled": false}'
 #: --hicache-storage-backend-extra-config of stores in a folder; prefixes of one token are fetched too.
 STORE_CONFIGURATIONS = {
     "file": '{"prefetch_threshold": 1}',
-    "nixl": '{"prefetch_threshold": 1, "plugin": {"posix": {"active": true}}, "use_direct_io": false}',
+    "nixl": NIXL_POSIX[:-1] + ', "prefetch_threshold": 1, "use_direct_io": false}',
 }
 
 

@@ -1,5 +1,6 @@
 """SGLang's NIXL store with real POSIX files under our host tier, with and without O_DIRECT."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from direct_stores import GOT, KEYS, PUT, filled, get, put
 from host_tier import tier_of
+from model_kinds import NIXL_POSIX
 from pools import GUARD, LAYERS
 
 
@@ -26,7 +28,7 @@ def nixl_of(direct, tmp_path, monkeypatch):
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=True,
             enable_storage_metrics=False, is_page_first_layout=True,
             model_name=f"model-{tier_of(controller).storage_format_tag}",
-            extra_config={"plugin": {"posix": {"active": True}}, "use_direct_io": direct_io},
+            extra_config=json.loads(NIXL_POSIX) | {"use_direct_io": direct_io},
         )  # fmt: skip
         controller.storage_backend = HiCacheNixl(config)
         controller.storage_backend.register_mem_pool_host(tier_of(controller))
