@@ -2,7 +2,7 @@
 
 The cache passes latents and rope keys through the tests' codec oracle where a server reads stored rows: a
 host hit's also in the host's layout, a first chunk's with `KVPOOL_PREFILL_READS_ROWS` only. Sparse attention
-reads a first chunk as computed.
+reads a first chunk as computed, and selects by queries and keys in e4m3, as SGLang's indexers do.
 In bfloat16 instead of float32 it says how far arithmetic alone moves the log-probabilities.
 
 A prefix of several cases is computed once, and products of bfloat16 in float32: torch's own take ten times as
@@ -16,12 +16,15 @@ import json
 from pathlib import Path
 
 import codec_oracle
+import ml_dtypes
 import random_hybrid
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RANK, ROPE = 512, 64
+INDEX_KEY = 128
 
 
 def _rounded(latent, rope, layout, k_scale):
@@ -49,6 +52,34 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), options=None):
         if function in self.ADDED and args[0].dtype is torch.bfloat16:
             return function(*(x.float() for x in args), **(options or {})).bfloat16()
+        return function(*args, **(options or {}))
+
+
+class _Scores(TorchFunctionMode):
+    """An indexer's products, of queries and keys that are rounded to e4m3 with a scale each.
+
+    SGLang's indexers of half-split RoPE (V3.2) rotate both by a Hadamard matrix before, and their scales are
+    powers of two; those of interleaved pairs (GLM-5) do neither.
+    """
+
+    def __init__(self, dtype, config):
+        self._dtype, self._interleaved = dtype, getattr(config, "indexer_rope_interleave", False)
+        self._hadamard = torch.ones(1, 1)
+        while len(self._hadamard) < INDEX_KEY:
+            self._hadamard = torch.kron(self._hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+
+    def _rounded(self, x):
+        if not self._interleaved:
+            x = (x @ self._hadamard * INDEX_KEY**-0.5).to(self._dtype).float()
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+        if not self._interleaved:
+            scale = scale.log2().ceil().exp2()
+        return torch.from_numpy((x / scale).numpy().astype(ml_dtypes.float8_e4m3fn).astype("f4")) * scale
+
+    def __torch_function__(self, function, types, args=(), options=None):
+        if function is torch.matmul and args[0].shape[-1] == INDEX_KEY:
+            query, keys = args
+            args = self._rounded(query), self._rounded(keys.transpose(-1, -2)).transpose(-1, -2)
         return function(*args, **(options or {}))
 
 
@@ -83,6 +114,14 @@ class _Rows(transformers.DynamicCache):
             layer.keys, layer.values = _rounded(*loaded, self.layout, self.k_scale(number))
 
 
+def _within(context, function):
+    def call(*args, **options):
+        with context:
+            return function(*args, **options)
+
+    return call
+
+
 class Oracle:
     """A checkpoint of `random_deepseek` or `random_hybrid`, and the layout of a server's rows.
 
@@ -99,6 +138,9 @@ class Oracle:
                 Path(folder), dtype=dtype, attn_implementation="eager"
             )
         self._model = model.eval()
+        for layer in model.model.layers:
+            if (indexer := getattr(layer.self_attn, "indexer", None)) is not None:
+                indexer.forward = _within(_Scores(dtype, model.config), indexer.forward)
         #: Caches and log-probabilities of prefixes, by their ids and the rest of what they depend on.
         self._prefixes = {}
 
@@ -135,16 +177,16 @@ class Oracle:
 
 
 def main(shape, folder, cases, dtypes=("float32", "bfloat16"), **options):
-    """Print, for each dtype, the log-probabilities of each case's tokens from its `first` on.
+    """Print, for each dtype, log-probabilities of each case: `[positions, tokens]`, the last id's last.
 
-    A case is (ids, first, arguments of `log_probabilities`), `options` are an oracle's.
+    A case is (ids, tokens of each position, arguments of `log_probabilities`), `options` are an oracle's.
     """
     transformers.logging.set_verbosity_error()
     found = {}
     for dtype in dtypes:
         oracle = Oracle(shape, folder, dtype=getattr(torch, dtype), **options)
         found[dtype] = []
-        for ids, first, arguments in cases:
-            after = oracle.log_probabilities(ids, **arguments)[first - 1 : -1]
-            found[dtype].append(after.gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist())
+        for ids, tokens, arguments in cases:
+            after = oracle.log_probabilities(ids, **arguments)[-len(tokens) - 1 : -1]
+            found[dtype].append(after.gather(1, torch.tensor(tokens)).tolist())
     print("\n" + json.dumps(found))

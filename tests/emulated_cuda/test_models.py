@@ -1,8 +1,8 @@
 """SGLang's model classes on the device, in an Engine with CUDA graphs, against transformers' classes.
 
 Prompts are answered alone and then at once. A distance is the mean absolute difference of log-probabilities
-from transformers in float32, whose rows are rounded as the server's are. It may be 1.3 times that of
-transformers in bfloat16, so that bounds are of arithmetic alone.
+from transformers in float32, whose rows and index keys are rounded as the server's are. It may be 1.3 times
+that of transformers in bfloat16, so that bounds are of arithmetic alone.
 """
 
 import json
@@ -144,14 +144,25 @@ def oracle(checkpoint, tmp_path_factory):
         yield get
 
 
+def likeliest(answer, *parts):
+    """Of each position of the prompt and of decoded tokens: (log-probability, token) of the likeliest 20."""
+    return [
+        [(p, token) for p, token, *_ in likely]
+        for part in parts
+        for likely in answer["meta_info"][f"{part}_top_logprobs"]
+        if likely
+    ]
+
+
 def said(answer, part):
-    return torch.tensor([p for p, *_ in answer["meta_info"][f"{part}_token_logprobs"] if p is not None])
+    return torch.tensor([[p for p, _ in likely] for likely in likeliest(answer, part)])
 
 
-def case_of(ids, first, answer, **where):
-    """What `model_oracle.main` needs for an answer: its prompt's log-probabilities, and its tokens'."""
+def case_of(ids, answer, **where):
+    """What `model_oracle.main` needs for an answer."""
     where |= {"prompt": len(ids), "cached": answer["meta_info"]["cached_tokens"]}
-    return ids + answer["output_ids"], first + 1, where
+    tokens = [[token for _, token in likely] for likely in likeliest(answer, "input", "output")]
+    return ids + answer["output_ids"], tokens, where
 
 
 def mean_distance(found, wanted):
@@ -166,7 +177,7 @@ def distances(answers, oracle):
     def get(name):
         if name not in found:
             model, one = MODELS[name], answers(name)["one"]
-            cases = [case_of(*prompt, answer) for prompt, answer in zip(model.prompts, one, strict=True)]
+            cases = [case_of(ids, answer) for (ids, _), answer in zip(model.prompts, one, strict=True)]
             wanted, found[name] = oracle(model, cases), {}
             for part, cut in (("input", slice(0, -NEW)), ("output", slice(-NEW, None))):
                 exact, rounded = ([x[cut] for x in wanted[dtype]] for dtype in ("float32", "bfloat16"))
@@ -183,12 +194,9 @@ def distances(answers, oracle):
 def test_log_probabilities_are_transformers(name, part, distances):
     """Of prompts, and of decoded tokens, for which stored rows are read; the third has a prefix hit.
 
-    Decoded tokens of V3.2 are 1.4 to 1.5 times as far as the control, and so are up to 1.3 times the prompts'
-    positions beyond the 512 that are selected: SGLang selects by index keys in FP8, transformers in float32,
-    which is not shown to be the reason.
+    Beyond what an indexer selects they depend on its e4m3 keys and queries: three of 512 tokens selected are
+    others than in float32. An oracle without them is 1.3 times as far from V3.2's decoded tokens.
     """
-    if MODELS[name].is_sparse and part == "output":
-        pytest.skip("the reason is not shown yet, see above")
     far, arithmetic = distances(name)[part]
     assert far < 1.3 * arithmetic
 
