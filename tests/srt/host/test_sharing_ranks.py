@@ -10,9 +10,9 @@ ALL = [len(SHORT), len(LONGER), len(OTHER)]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(fresh, tmp_path_factory):
     """`seen[case]`: the results of the ranks, in order."""
-    return rank_processes.run("sharing_ranks.py", RANKS, tmp_path_factory.mktemp("sharing"), CASES)
+    return rank_processes.run(fresh, "sharing_ranks.py", RANKS, tmp_path_factory.mktemp("sharing"), CASES)
 
 
 def agreed(ranks):
