@@ -1,4 +1,4 @@
-"""Defects put into our code, in memory: a named test notices each. B1 to B3 are vLLM's (pull request 42374)."""
+"""Defects put into our code, in memory: a named test notices each. B2 and B3: vLLM pull request 42374."""
 
 import pytest
 
