@@ -1,4 +1,4 @@
-"""B2 of the vLLM checklist of tests/connectors: kvpool_mla copies nothing of a pool, however it is arranged."""
+"""B2 of the vLLM checklist of tests/connectors: kvpool_mla copies nothing of any arrangement of a pool."""
 
 import itertools
 

@@ -67,14 +67,9 @@ class Rank:
 
 
 def go_through(make_rank, cases):
-    """Run cases in this process; rank and folder come from the command line.
+    """Run cases in this process; command-line arguments are rank, folder and, for some cases only, these.
 
-    Parameters
-    ----------
-    make_rank : callable
-        Takes rank and folder, and returns an object whose `run(case)` result is written to the folder.
-    cases : iterable of str
-        All cases; further command-line arguments select some of them.
+    `make_rank(rank, folder)` is an object whose `run(case)` result is written to the folder.
     """
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
