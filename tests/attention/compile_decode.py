@@ -17,8 +17,6 @@ import tempfile
 
 import warp_roles
 
-from scripts.figures import loop_costs
-
 
 def compile_decode(
     layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, kernel="triton", tile=None
@@ -117,24 +115,15 @@ def facts(compiled, sass, usage):
     def count(pattern):
         return len(re.findall(pattern, sass))
 
-    roles = loop_costs.role_loops(sass) if "HGMMA" in sass else []
-    has_roles = "USETMAXREG" in sass
     return {
-        "ptx": compiled.asm["ptx"] if has_roles else None,
-        "role_registers": warp_roles.role_registers(sass) if has_roles else None,
+        "role_registers": warp_roles.role_registers(sass) if "USETMAXREG" in sass else None,
         "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
         "threads": int(re.search(r"\.reqntid (\d+)", compiled.asm["ptx"]).group(1)),
         "registers": int(resources["REG"]),
         "stack_bytes": int(resources["STACK"]),
         "shared_bytes": compiled.metadata.shared,
-        "loads_16_bytes": count(r"\bLDG\.E\.(?:\w+\.)*128\b"),
-        "copies_16_bytes": count(r"\bLDGSTS\.E\.(?:\w+\.)*128\b"),
         "wgmma": count(r"\bHGMMA\b"),
         "mma_sync": count(r"\bHMMA\b"),
-        "ldmatrix_4": count(r"\bLDSM\.(?:\w+\.)*M88\.4\b"),
-        "spills_in_loops": sum(i.name in ("LDL", "STL") for loop in roles for i in loop.instructions),
-        "packed_products": count(r"\bH(?:MUL|FMA)2\b"),
-        "instructions": count(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
     }
 
 

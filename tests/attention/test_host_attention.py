@@ -63,27 +63,6 @@ def attended(q, pool, rows, lists, limits, fmt, **options):
     return out, lse
 
 
-@pytest.mark.usefixtures("each_attention")
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("chunk_rows", [7, 1000])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_decode_and_prefill_of_unequal_lengths(layout, chunk_rows, index_dtype, monkeypatch):
-    monkeypatch.setattr(host, "_CHUNK_ROWS", chunk_rows)
-    rank, rope, heads, slots = 128, 64, 3, 150
-    fmt, pool, decoded = make_pool(layout, slots, rank, rope)
-    lengths, queries = [1, 23, 70, 5], [1, 1, 9, 5]
-    lists, limits, ids, unused = batch(lengths, queries, slots)
-    pool[unused] = 0xFF  # NaN in every encoding that has one; these rows must not be read
-    q = torch.randn(sum(queries), heads, rank + rope)
-    out, lse = attended(q, pool, ids.to(index_dtype), lists, limits, fmt)
-    assert torch.isfinite(out).all()
-    for (first, token, count), stored in zip(lists.tolist(), lengths, strict=True):
-        own, rows = slice(token, token + count), ids[first : first + stored].numpy()
-        wanted, wanted_lse = oracle_attention(q[own].numpy(), decoded[rows], rank, stored - count)
-        np.testing.assert_allclose(out[own].numpy(), wanted, rtol=2e-4, atol=2e-5)
-        np.testing.assert_allclose(lse[own].numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
-
-
 def test_query_blocks_equal_one_block(monkeypatch):
     q, kv = torch.randn(11, 2, 192), torch.randn(20, 192)
     limits = torch.arange(11) - 1

@@ -33,13 +33,6 @@ def test_layouts_and_arrangements(layout, arrangement):
     check_everything(make_case(layout, arrangement=arrangement, counts=VERIFY, heads=8))
 
 
-@pytest.mark.parametrize(("rank", "rope", "heads"), [(256, 64, 1), (128, 0, 5), (384, 64, 16)])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_geometries(layout, rank, rope, heads):
-    """Other bytes in unused rows."""
-    check_everything(make_case(layout, rank=rank, rope=rope, heads=heads, counts=VERIFY, fill=0x7F, seed=3))
-
-
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_page_sizes(layout, page_size):
@@ -97,16 +90,6 @@ def test_strides_and_index_types(ids):
     assert all(bool((part == -9).all()) for part in outside)
     q, q_rope = case.q[..., :256].contiguous(), case.q[..., 256:]
     assert torch.equal(on_cpu(case.but(q=q, options={"q_rope": q_rope}))[0], on_cpu(case)[0])
-
-
-@pytest.mark.usefixtures("each_attention")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_query_types(dtype):
-    case = make_case("fp8_block_scale", rank=128, heads=2, dtype=dtype)
-    out, lse = on_cpu(case)
-    assert out.dtype == dtype
-    assert lse.dtype == torch.float32
-    check((out, lse), case, rounding=0)
 
 
 @pytest.mark.usefixtures("each_attention")

@@ -8,6 +8,7 @@ from codec_oracle import (
     STORED,
     UE5M3,
     assert_same_bytes,
+    assert_same_values,
     encode,
     every_bf16,
     fp4_scale_bytes,
@@ -146,6 +147,24 @@ def test_rows_that_overlap_are_not_written():
     pool = torch.zeros(4 * fmt.row_bytes, dtype=torch.uint8).as_strided((3, fmt.row_bytes), (100, 1))
     with pytest.raises(ValueError, match="pool has a row stride of 100 bytes, less than the 416 bytes"):
         store_rows(pool, torch.tensor([1]), torch.zeros(1, 512), torch.zeros(1, 64), fmt)
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_quant_is_what_is_read_back(name, rope):
+    """By values that overflow, underflow and decide between scales, in the dtypes of a trainer."""
+    nope, keys, fmt = (
+        hard_rows(9, 256, 3),
+        hard_rows(9, rope, 4) if rope else None,
+        row_format(name, 256, rope),
+    )
+    rows = encode_rows(nope, keys, fmt, k_scale=0.25)
+    for dtype in (torch.bfloat16, torch.float32):
+        found = fake_quant(nope.to(dtype), keys.to(dtype) if rope else None, name, 0.25)
+        parts = decode_rows(rows, fmt, dtype, k_scale=0.25).split([256, rope], 1)
+        assert (found[1] is None) == (not rope)
+        for part, stored in zip(found[: 1 + bool(rope)], parts, strict=False):
+            assert_same_values(part, stored)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -96,25 +96,6 @@ def test_arranged_pools_are_one_tensor_and_a_page_is_one_run(layout, arrangement
         assert np.array_equal(moved.numpy(), np.repeat(expected[:, None], row, axis=1))
 
 
-@pytest.mark.parametrize("pair", itertools.permutations(["layer_major", "token_major", "page_major"], 2))
-def test_pages_move_between_arrangements(pair):
-    source, target = (ours("fp4", arrangement) for arrangement in pair)
-    views = [describe(p) for p in (source, target)]
-    slots = torch.arange(16)
-    for p, value in ((source, 3), (target, 0xEE)):
-        for layer_id in (5, 6, 7):
-            rows = p.get_row_buffer(layer_id).squeeze(1)
-            numbers = (slots * 7 + layer_id).to(torch.uint8) if value == 3 else torch.full((16,), value)
-            rows[p.slot_to_row(slots)] = numbers.to(torch.uint8)[:, None].expand(16, rows.shape[1])
-    copy_pages(*views, "kv", [1, 3], [2, 0])
-    for layer_id in (5, 6, 7):
-        rows = target.get_row_buffer(layer_id).squeeze(1)[target.slot_to_row(slots)].view(4, 4, -1)
-        assert (rows[[1, 3]] == 0xEE).all()
-        for page, taken in ((2, 1), (0, 3)):
-            expected = (torch.arange(4 * taken, 4 * taken + 4) * 7 + layer_id).to(torch.uint8)
-            assert torch.equal(rows[page], expected[:, None].expand_as(rows[page]))
-
-
 # -------------------------------------------------------------------- explicit geometry
 
 

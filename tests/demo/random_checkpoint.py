@@ -16,18 +16,7 @@ def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **sha
 
     The weights are scaled so that the most probable byte depends on the context. It is always a
     printable ASCII character: every other token has the logit 0. The same arguments write the same
-    bytes.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Made if it does not exist.
-    seed : int
-        Seed of the weights.
-    layers : int
-        Number of layers.
-    **shape
-        Further fields of :class:`~sgl_kvpool.demo.net.ByteMLAConfig`.
+    bytes. `shape`: further fields of `ByteMLAConfig`.
     """
     net = WholeSequences(ByteMLAConfig(layers=layers, **shape))
     initialise(net, seed, score_gain=2.0, logit_gain=2.0)

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Each fenced block of a page: what stands behind its opening fence, and its text.
 
-    Raises
-    ------
-    ValueError
-        The last block is not closed.
+    ValueError: the last block is not closed.
     """
     kind, lines = None, []
     for line in text.splitlines():

@@ -102,42 +102,6 @@ def test_d1_d2_padding_of_the_allocator():
     assert (target.tensor[..., 16256:] == -18).all()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"content": "e5m2"}, {"page_size_tokens": 8, "page_bytes": 64}, {"name": 1}, {"page_bytes": 32}],
-)
-def test_bytes_that_mean_something_else_do_not_move(change):
-    layer = {"name": 0, "page_bytes": 64, "backend": "b", "page_size_tokens": 4, "content": "e4m3"}
-    views = [
-        as_canonical(
-            allocate_cross_layer([[LayerPages(**fields)]], pages=2, arrangement="page_major", device="cpu"),
-            ["kv"],
-        )
-        for fields in (layer, {**layer, **change})
-    ]
-    with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
-        copy_pages(*views, "kv", [0], [1])
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "message"),
-    [
-        ([0, 1], [0], "2 source pages for 1 target pages"),
-        ([[0]], [[1]], "expected a 1-d array of integers"),
-        ([True], [1], "expected a 1-d array of integers"),
-        ([10], [0], "source pages 10 to 10 requested; group mla has 10"),
-        ([0], [-1], "target pages -1 to -1 requested"),
-        ([0, 1], [4, 4], "listed twice"),
-    ],
-)
-def test_invalid_page_lists_are_refused(source, target, message):
-    caches, memory = checklist_d1(1)
-    before = [m.clone() for m in memory]
-    with pytest.raises((TypeError, ValueError), match=message):
-        copy_pages(caches, caches, "mla", source, target)
-    assert all(torch.equal(a, b) for a, b in zip(memory, before, strict=True))
-
-
 # -------------------------------------------------------------------- validation and lookups
 
 

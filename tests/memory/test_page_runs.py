@@ -81,19 +81,3 @@ def test_overlapping_runs_of_one_stride_pattern_stay_apart():
     found = merged([one, other])
     assert found == (PageRuns(tensor_index=0, offset_bytes=0, run_bytes=4), other)
     assert sorted(b for r in found for b in places(r)) == [0, 1, 2, 2, 3, 4]
-
-
-def test_neighbours_are_merged_across_layers():
-    def token_major(position, positions, count=4):
-        return PageRuns(
-            tensor_index=0, offset_bytes=position * 8, run_bytes=8, run_count=count,
-            run_stride_bytes=positions * 8,
-        )  # fmt: skip
-
-    assert merged(token_major(i, 3) for i in (2, 0, 1)) == (
-        PageRuns(tensor_index=0, offset_bytes=0, run_bytes=96),
-    )
-    assert merged(token_major(i, 4) for i in range(3)) == (
-        PageRuns(tensor_index=0, offset_bytes=0, run_bytes=24, run_count=4, run_stride_bytes=32),
-    )
-    assert len(merged([token_major(0, 4), token_major(2, 4)])) == 2

@@ -11,7 +11,7 @@ import codec_oracle as oracle
 import pytest
 import test_ptx_decode
 import torch
-from codec_oracle import LAYOUTS, assert_same_bytes, assert_same_values, hard_rows
+from codec_oracle import LAYOUTS, assert_same_bytes, assert_same_values, every_bf16, hard_rows
 
 import sgl_kvpool
 from sgl_kvpool.codec import reference
@@ -30,29 +30,28 @@ def pool_of(fmt):
     return placement, placement.layer_view(memory, LAYER), memory
 
 
-def gathered(module, pool, slots, fmt):
+def gathered(module, pool, slots, fmt, dtype=torch.bfloat16):
     """Values that a module decodes, [tokens, R + P], in columns of a wider tensor."""
-    out = torch.full((len(slots), fmt.head_dim + 8), -3.0, dtype=torch.bfloat16)
+    out = torch.full((len(slots), fmt.head_dim + 8), -3.0, dtype=dtype)
     nope, keys = out[:, : fmt.kv_lora_rank], out[:, fmt.kv_lora_rank : fmt.head_dim]
     module.gather_parts(pool, slots, fmt, nope, None if fmt.rope is None else keys, 1.0)
     assert bool((out[:, fmt.head_dim :] == -3).all())
     return out[:, : fmt.head_dim]
 
 
-def round_trip(name, tokens=37, seed=0):
+def round_trip(name, tokens=37, seed=0, rank=512, rope=64):
     """Store and gather, some slots -1 and some beyond the pool; every byte of the memory is compared.
 
     Slot 2^31 - 2 is hundreds of gigabytes away from the pool, so a kernel without the check of slots cannot
     reach another tensor of this process with it: ptxrun reports the access for certain.
     """
-    rank, rope = 512, 64
     fmt = oracle.row_format(name, rank, rope)
     rows, pool, memory = pool_of(fmt)
     slots = rows.slot_to_row(torch.randperm(PAGES * PAGE_SIZE)[:tokens])
     slots[::7], slots[5], slots[6] = -1, len(pool) + 3, 2**31 - 2
     apart = slots.repeat_interleave(2).int()[::2]
     values = hard_rows(tokens, rank + rope + 16, seed)
-    nope, keys = values[:, :rank], values[:, rank + 8 : rank + 8 + rope]
+    nope, keys = values[:, :rank], values[:, rank + 8 : rank + 8 + rope] if rope else None
     expected = memory.clone()
     kernels.store_rows(pool, apart, nope, keys, fmt, 1.0)
     reference_pool = rows.layer_view(expected, LAYER)
@@ -68,6 +67,26 @@ def round_trip(name, tokens=37, seed=0):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_there_and_back(runs, name):
     round_trip(name)
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(384, 64), (128, 0), (256, 0)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_geometries(runs, name, rank, rope):
+    round_trip(name, tokens=21, rank=rank, rope=rope)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_bf16_pattern_and_rows_that_no_encoder_wrote(runs, name):
+    fmt = oracle.row_format(name, 512, 0)
+    rows, expected = (torch.full((128, fmt.row_bytes), FILL, dtype=torch.uint8) for _ in range(2))
+    kernels.encode_rows(rows, every_bf16(), None, fmt, 1.0)
+    reference.encode_rows(expected, every_bf16(), None, fmt, 1.0)
+    assert_same_bytes(rows, expected)
+    garbage = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
+    for pool, dtype in ((rows, torch.float16), (garbage, torch.float32), (garbage, torch.bfloat16)):
+        every = torch.arange(len(pool))
+        found = gathered(kernels, pool, every, fmt, dtype)
+        assert_same_values(found, gathered(reference, pool, every, fmt, dtype))
 
 
 @pytest.mark.parametrize("seed", range(1, 4))

@@ -128,9 +128,9 @@ def main() -> None:
             for layout in (None, *MLAKVCacheLayout):
                 added = [] if layout is None else ["--kv-cache-layout", layout.value]
                 words = recipe["arguments"]
-                found[layout or "stock"] = [
-                    refusal(recipe["model"], [*each, *added]) for each in (words, without_named(words))
-                ]
+                forms = tuple(words), tuple(without_named(words))  # equal for most commands
+                said = {form: refusal(recipe["model"], [*form, *added]) for form in dict.fromkeys(forms)}
+                found[layout or "stock"] = [said[form] for form in forms]
             results.append({"id": recipe["id"], "refused": found})
             print(json.dumps(results[-1]), file=pipe, flush=True)
     if "--write" in sys.argv:

@@ -67,22 +67,6 @@ def test_every_layout_and_number_of_heads_is_counted():
     assert all(found.keys() == COMMON | {"published_tflops"} for found in FLASHMLA)
 
 
-def test_limits_and_expectations_follow_from_the_counts():
-    for found in ALL_COSTS:
-        row_bytes = MLAKVCacheLayout(found["layout"]).row_format(512, 64).row_bytes
-        clk = {unit: found[f"{unit}_clk_per_row"] for unit in UNITS}
-        assert clk[found["busiest_unit"]] == max(clk.values())
-        chip = 132 * 1.7 / max(clk.values())
-        assert found["limit_g_rows_per_s"] == {
-            "H100": round(min(chip, 3000 / row_bytes), 2),
-            "H200": round(min(chip, 4300 / row_bytes), 2),
-        }
-        assert found["expected_g_rows_per_s"] == {
-            device: [round(min(0.9 * rate / row_bytes, share * chip), 2) for share in (0.57, 0.72)]
-            for device, rate in (("H100", 3000), ("H200", 4300))
-        }
-
-
 def test_the_expectation_is_below_what_flashmla_publishes():
     """Operations of a row and a query head: scores over 576 values and sums over 512."""
     shares = {

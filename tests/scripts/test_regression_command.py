@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from live_processes import naming
 
 from scripts.kit.environment import ROOT
@@ -23,10 +22,9 @@ def start(*argv):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(tmp_path, number):
+def test_interrupted(tmp_path):
     """The benchmark that runs is ended, and what was found before it is written."""
-    out = tmp_path / "out"
+    out, number = tmp_path / "out", signal.SIGINT
     argv = ["--core", "--only", "codec-quick", "--only", "transfer-quick", "--only", "attention-quick"]
     process = start(*argv, "--out", out)
     log = out / "logs" / "attention-quick.log"

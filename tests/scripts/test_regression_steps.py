@@ -125,19 +125,6 @@ def test_a_core_step_without_sglang(tmp_path):
     assert "[1/" not in again.stdout
 
 
-def test_gpu_tests_of_core_import_without_sglang():
-    """Otherwise a file could not be collected on a machine with torch alone."""
-    words = [word for step in steps(ONLY_TORCH, core=True).values() for word in step.command]
-    files = [word for word in words if word.startswith("tests/gpu/")]
-    assert len(files) == 3
-    code = f"{HIDES}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--collect-only", "-q", *files],
-        capture_output=True, text=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

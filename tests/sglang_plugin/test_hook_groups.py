@@ -26,6 +26,8 @@ def refused():
 def imported():
     """Imports all checked modules of SGLang, which takes half a minute in the first test of this file."""
     assert refused() == set()
+    yield
+    assert refused() == set()
 
 
 def groups_with(*targets):
@@ -89,7 +91,6 @@ def test_a_name_that_is_gone_refuses_the_groups_that_have_it(target):
     expected |= {g for g, points in POINTS.items() if members in points and name in points[members].members}
     with without(target):
         assert refused() == expected
-    assert refused() == set()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""The imports from SGLang that we read from our modules' source, against those in Python's bytecode."""
+"""The imports from SGLang that we read from our modules' source, and the hook groups of these modules."""
 
-import dis
 import re
 from pathlib import Path
 
@@ -26,39 +25,14 @@ IMPORTING = {
 }
 
 
-def compiled_imports(code):
-    """(SGLang name, whether it is imported in a function) for each import of a code object, by bytecode."""
-    found, module = set(), None
-    in_function = code.co_name != "<module>" and bool(code.co_flags & 0x2)  # CO_NEWLOCALS, unset for classes
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            module = instruction.argval
-            bare = module
-        elif instruction.opname == "IMPORT_FROM" and module.partition(".")[0] == "sglang":
-            found.add((f"{module}.{instruction.argval}", in_function))
-            bare = None
-        elif instruction.opname.startswith("STORE_") and module is not None:
-            if bare is not None and bare.partition(".")[0] == "sglang":
-                found.add((bare, in_function))
-            bare = None
-    for constant in code.co_consts:
-        if hasattr(constant, "co_code"):
-            found |= {(name, in_function or deeper) for name, deeper in compiled_imports(constant)}
-    return found
-
-
 @pytest.mark.parametrize("module", sorted(IMPORTING))
 def test_every_import_is_found(module):
-    """Python omits code behind `if False`; our reader omits imports for type checkers in the same way."""
-    text = re.sub(r"^if TYPE_CHECKING:", "if False:", IMPORTING[module].read_text(), flags=re.MULTILINE)
-    expected = compiled_imports(compile(text, module, "exec"))
+    """But those for type checkers, which come last in the head of a module."""
+    text = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n|\n)+", "", IMPORTING[module].read_text(), flags=re.M)
     found = imports_of(module)
-    for in_function, names in ((False, found.at_import), (True, found.in_functions)):
-        imported = {name for name, inside in expected if inside is in_function}
-        assert imported <= names
-        # The other names are attributes of names that are imported somewhere in the module.
-        everywhere = {name for name, _ in expected}
-        assert {name.rpartition(".")[0] for name in names - imported} <= everywhere
+    for indent, of, names in re.findall(r"^( *)from (sglang[\w.]*) import \(?([^()#]+?)(?:\)|$)", text, re.M):
+        names = {f"{of}.{name.split()[0]}" for name in names.strip(" ,\n").split(",")}
+        assert names <= (found.in_functions if indent else found.at_import)
 
 
 def test_every_module_that_imports_sglang_belongs_to_a_hook_group():

@@ -4,34 +4,40 @@ import re
 
 import pytest
 
-from sgl_kvpool.attention.readers import SGLANG_READERS, STRIDED_READERS, can_read, check_readers, readers
+from sgl_kvpool.attention.readers import STRIDED_READERS, can_read, check_readers, readers
 from sgl_kvpool.attention.readers import suggestions as suggested
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 
-STOCK = frozenset().union(*(line.backends for line in SGLANG_READERS.values()))
-EVERY_BACKEND = ["kvpool_mla", *sorted(STOCK), "dsa", "unheard_of"]
 #: The backends of SGLang's own list for MLA, and torch_native, which indexes with torch.
 STRIDED = {"triton", "fa3", "trtllm_mla", "flashinfer", "cutedsl_mla", "flashmla", "torch_native"}
+BF16, FP8, BLOCK, FP4 = "bf16", "fp8", "fp8_block_scale", "fp4"
 
 
-@pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
-@pytest.mark.parametrize("arrangement", list(KVArrangement))
-def test_check_readers_is_the_table(layout, arrangement):
-    stock = set(SGLANG_READERS[layout].backends)
-    stock &= {"layer_major": stock, "token_major": STRIDED}.get(arrangement, set())
-    able = {"kvpool_mla", *stock} if arrangement != "head_major" else set()
-    assert set(readers(layout, arrangement)) == able
-    for backend in EVERY_BACKEND:
-        assert can_read(backend, layout, arrangement) == (backend in able)
-        if backend in able:
-            check_readers(layout, arrangement, (backend, backend))
-            continue
-        with pytest.raises(
-            ValueError, match=f"{backend} cannot read {arrangement} rows of KV cache layout {layout}"
-        ):
-            check_readers(layout, arrangement, (backend,))
+@pytest.mark.parametrize(
+    ("backend", "layout", "arrangement", "able"),
+    [
+        *((name, BF16, "token_major", True) for name in ("kvpool_mla", *STRIDED)),
+        *((name, BF16, "token_major", False) for name in ("intel_amx", "fa4", "unheard_of")),
+        *((name, BF16, "page_major", name == "kvpool_mla") for name in ("kvpool_mla", "fa3", "torch_native")),
+        *((name, BF16, "layer_major", True) for name in ("kvpool_mla", "fa3", "intel_amx", "fa4")),
+        *((name, FP8, "layer_major", name != "fa3") for name in ("kvpool_mla", "flashmla", "fa3")),
+        *((name, layout, "layer_major", name == "kvpool_mla")
+          for layout in (BLOCK, FP4, "fp4_fp8_rope") for name in ("kvpool_mla", "triton", "flashmla", "dsa")),
+        *((name, layout, "head_major", False) for layout in (BF16, FP4) for name in ("kvpool_mla", "fa3")),
+    ],
+)  # fmt: skip
+def test_who_can_read(backend, layout, arrangement, able):
+    """By what their kernels read: SGLANG_READERS says why."""
+    layout, arrangement = MLAKVCacheLayout(layout), KVArrangement(arrangement)
+    assert can_read(backend, layout, arrangement) == (backend in readers(layout, arrangement)) == able
     check_readers(layout, arrangement, ())
+    if able:
+        check_readers(layout, arrangement, (backend, backend))
+        return
+    words = f"{backend} cannot read {arrangement} rows of KV cache layout {layout}"
+    with pytest.raises(ValueError, match=words):
+        check_readers(layout, arrangement, (backend,))
 
 
 def test_the_table_is_sglangs_allow_list():
@@ -53,4 +59,3 @@ def test_suggestions():
     for device in ("cpu", "cuda"):
         assert suggested(bf16, device, KVArrangement.PAGE_MAJOR) == ()
         assert suggested(fp4, device, KVArrangement.TOKEN_MAJOR) == ()
-        assert suggested(bf16, device, KVArrangement.LAYER_MAJOR) == suggested(bf16, device)

@@ -111,27 +111,9 @@ def round_trip(
 ):
     """Two stores in flight together, then two loads; every byte of both sides is compared.
 
-    Rows are converted if the layouts of device and host differ.
-
-    Parameters
-    ----------
-    engine : str
-    own, other : str
-        Layouts of device and host.
-    arrangement : str
-    page_size : int
-    device : torch.device
-    make_tools : callable
-        `EngineTools` of one direction for pages of so many bytes and a host tensor.
-    finish : callable
-        Waits until all steps are done.
-    make_host : callable, optional
-        Host memory of `(pages, page_bytes)`.
-    pages : int
-    geometry : (int, int)
-        Rank and rope.
-    lists
-        `SCATTERED` or `ADJACENT`.
+    Rows are converted if the layouts of device (`own`) and host (`other`) differ. `make_tools`: tools of one
+    direction for pages of so many bytes and a host tensor; `finish` waits until all steps are done;
+    `make_host`: host memory of `(pages, page_bytes)`; `geometry`: rank and rope.
     """
     rank = geometry[0]
     formats = [MLAKVCacheLayout(name).row_format(*geometry) for name in (own, other)]

@@ -1,4 +1,4 @@
-"""The GPU engines without a GPU: their addresses and row arithmetic, in orders that CUDA allows."""
+"""The GPU engines without a GPU: numbers of copies, limits, refusals. Their bytes: tests/gpu, emulated."""
 
 import itertools
 
@@ -7,8 +7,6 @@ import pytest
 import torch
 from emulated import calls, tools
 from engine_cases import slots_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, copies_of, distinct, side
 
 from sgl_kvpool import MLAKVCacheLayout
@@ -26,44 +24,6 @@ from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
-
-
-@pytest.mark.parametrize("engine", GPU_ENGINES)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@given(data=st.data())
-@settings(max_examples=20)
-def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
-    """Any lists, by slots or numbers; all layers out, layer by layer back; every other byte as it was."""
-    calls().forget()
-    page_bytes = LAYERS * TOKENS * ROW
-    device, on_device = side(arrangement, distinct)
-    host, on_host = side("page_major", -18, pages=PAGES + 2)
-    taken = data.draw(st.lists(st.integers(0, PAGES - 1), max_size=PAGES, unique=True))
-    put = data.draw(st.permutations(range(PAGES + 2)))[: len(taken)]
-    as_slots = data.draw(st.booleans())
-    on_gpu = slots_of(taken) if as_slots else np.array(taken, dtype=np.int64)
-    numbers = np.array(put, dtype=np.int64)
-
-    there = GPU_ENGINES[engine](TransferPlan(device, host, "kv"), tools(page_bytes), True)
-    before, expected = on_device.copy(), on_host.copy()
-    expected[:, put] = on_device[:, taken]
-    there.copy(Transfer(numbers, on_gpu, to_host=True))
-    calls().play(data.draw(st.integers(0, 1000)))
-    assert np.array_equal(on_host, expected)
-    assert np.array_equal(on_device, before)
-
-    back = GPU_ENGINES[engine](TransferPlan(host, device, "kv"), tools(page_bytes), False)
-    on_host[...] = distinct(on_host.shape)[::-1]
-    layers = data.draw(st.permutations(range(LAYERS)))[: data.draw(st.integers(0, LAYERS))]
-    load = Transfer(numbers, on_gpu, to_host=False)
-    for part in layers:
-        back.copy(load, part)
-    # The staged engine also copies the other layers of the group, which a load requests anyway.
-    brought = range(LAYERS) if engine == "staged" and layers else layers
-    for part in brought:
-        before[part, taken] = on_host[part, put]
-    calls().play(data.draw(st.integers(0, 1000)))
-    assert np.array_equal(on_device, before)
 
 
 # ---------------------------------------------------------------------------------------- copies

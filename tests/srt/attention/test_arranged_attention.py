@@ -1,4 +1,4 @@
-"""B2 of the vLLM checklist of tests/connectors: kvpool_mla copies nothing of token- and page-major pools."""
+"""B2 of the vLLM checklist of tests/connectors: kvpool_mla copies nothing of any arrangement of a pool."""
 
 import itertools
 
@@ -6,12 +6,13 @@ import codec_oracle as oracle
 import pytest
 import torch
 from cases import crossed
+from pools import ARRANGEMENTS
 from test_backend import Case
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("published")
 
-PLACED = list(itertools.product(["token_major", "page_major"], [1, 8]))
+PLACED = list(itertools.product(ARRANGEMENTS, [1, 8]))
 CASES = [(layout, *placed) for layout, placed in crossed(oracle.LAYOUTS, PLACED)]
 
 

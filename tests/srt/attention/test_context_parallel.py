@@ -11,9 +11,9 @@ SCRIPT = Path(__file__).with_name("context_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(fresh, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, rank_processes.run(SCRIPT, RANKS, folder, CASES)
+    return folder, rank_processes.run(fresh, SCRIPT, RANKS, folder, CASES)
 
 
 @pytest.mark.usefixtures("published")

@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections import Counter
@@ -14,25 +14,21 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
-def run(script, ranks, folder, cases):
+def run(fresh, script, ranks, folder, cases):
     """`found[case]`: the results of the ranks, in order.
 
-    Starts `python script RANK FOLDER` once per rank; see `go_through`.
+    Forks `python script RANK FOLDER` once per rank from a process with SGLang imported; see `go_through`.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = []
     try:
         for rank in range(ranks):
-            with (folder / f"{rank}.log").open("w") as log:
-                command = [sys.executable, HERE / script, str(rank), folder]
-                processes.append(
-                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-                )
+            command = [sys.executable, str(HERE / script), str(rank), str(folder)]
+            processes.append(fresh.start(command, environment, folder / f"{rank}.log", children_fork=False))
         statuses = [process.wait(timeout=400) for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGKILL)
     logs = [(folder / f"{rank}.log").read_text() for rank in range(ranks)]
     assert statuses == [0] * ranks, "\n\n".join(log[-3000:] for log in logs)
     return {
@@ -71,14 +67,9 @@ class Rank:
 
 
 def go_through(make_rank, cases):
-    """Run cases in this process; rank and folder come from the command line.
+    """Run cases in this process; command-line arguments are rank, folder and, for some cases only, these.
 
-    Parameters
-    ----------
-    make_rank : callable
-        Takes rank and folder, and returns an object whose `run(case)` result is written to the folder.
-    cases : iterable of str
-        All cases; further command-line arguments select some of them.
+    `make_rank(rank, folder)` is an object whose `run(case)` result is written to the folder.
     """
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base

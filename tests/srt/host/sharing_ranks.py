@@ -13,7 +13,7 @@ import rank_processes
 import torch.distributed as dist
 from codec_oracle import ROW_BYTES, narrower
 from sharing_model import LONGER, OTHER, PAGE_SIZE, RANKS, SHORT, Rank
-from sharing_starts import alone, empty, no_mapping, own_draft, self_checked, small_budget, without_memory
+from sharing_starts import alone, checked_loaded, empty, no_mapping, own_draft, small_budget, without_memory
 from sharing_stores import aborted, from_store, write_back_later
 from test_hybrid_tree import break_backups, prompt
 from tree_model import Request
@@ -236,10 +236,7 @@ CASES = {
     "alone-2": alone(2, "open"),
     "machines-alone": on_machines(alone(2, "memfd_create")),
     "machines-unmapped": on_machines(without_memory(2, no_mapping)),
-    "checked": self_checked(),
-    "checked-narrower": self_checked("bf16", "page_major", "fp4"),
-    "checked-pages-of-1": self_checked("fp8", "token_major", page_size=1),
-    "checked-loaded": self_checked(broken=2),
+    "checked-loaded": checked_loaded,
 }  # fmt: skip
 
 

@@ -81,36 +81,30 @@ def own_draft(ranks):
     return {"lengths": [model.check(LONGER)], "error": str(refused.value), "pools": len(model.host_pools)}
 
 
-def self_checked(layout="fp4", arrangement="layer_major", host="same", page_size=PAGE_SIZE, broken=None):
-    """The check of the tier at start; the rank `broken` omits a layer of its load."""
+def checked_loaded(ranks):
+    """The check of the tier at start, of which the last rank omits a layer of its load."""
+    from sgl_kvpool.sglang_plugin.hooks.ranks import all_ranks
+    from sgl_kvpool.srt.self_check import Difference, check_tier
 
-    def case(ranks):
-        from sgl_kvpool.sglang_plugin.hooks.ranks import all_ranks
-        from sgl_kvpool.srt.self_check import Difference, check_tier
+    model = ranks.model()
+    load = model.tier.load_to_device_per_layer
 
-        model = ranks.model(layout, arrangement, host, page_size)
-        load = model.tier.load_to_device_per_layer
+    def without(pool, host, device, layer_id, *more, **named):
+        if layer_id:
+            load(pool, host, device, layer_id, *more, **named)
 
-        def without(pool, host, device, layer_id, *more, **named):
-            if layer_id:
-                load(pool, host, device, layer_id, *more, **named)
-
-        if ranks.rank == broken:
-            ranks.patch.setattr(model.tier, "load_to_device_per_layer", without)
-        # Ranks read the same bytes from the shared tier, so their pools hold the same rows, as in a server.
-        fill(model.pool)
-        if ranks.rank == 0:
-            page_memory(model.tier)[...] = 0xEE
-        dist.barrier()
-        before = everything(model)
-        try:
-            found = check_tier(model.controller, lambda good: all_ranks(model.controller, good))
-        except Difference as difference:
-            found = str(difference)
-        dist.barrier()
-        return {"found": found, "same": everything(model) == before, "digest": model.tier.shared.log.digest}
-
-    return case
+    if ranks.rank == 2:
+        ranks.patch.setattr(model.tier, "load_to_device_per_layer", without)
+    # Ranks read the same bytes from the shared tier, so their pools hold the same rows, as in a server.
+    fill(model.pool)
+    if ranks.rank == 0:
+        page_memory(model.tier)[...] = 0xEE
+    dist.barrier()
+    before = everything(model)
+    with pytest.raises(Difference) as difference:
+        check_tier(model.controller, lambda good: all_ranks(model.controller, good))
+    dist.barrier()
+    return {"found": str(difference.value), "same": everything(model) == before}
 
 
 def everything(model):

@@ -1,6 +1,7 @@
 """SGLang's automatic ratio (`hicache_auto_size`): rows, index keys, states and drafts fit into its budget."""
 
 import pytest
+from cases import crossed
 from model_kinds import KINDS
 
 FRACTION = 0.8  # the default of --hicache-host-memory-fraction
@@ -24,8 +25,7 @@ def ratio_in_use():
     return get_memory().hicache_ratio
 
 
-@pytest.mark.parametrize("host", ["bf16", "fp4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "host"), crossed([*KINDS], ["bf16", "fp4"]))
 def test_the_ratio_is_lowered_until_all_pools_fit(model_of, free_memory, kind, host):
     """Measured by the tensors: whatever the ratio, all pools take the budget, and not much less of it."""
     free_memory(1 << 40)

@@ -1,40 +1,16 @@
 """SGLang's own HiCache controller over our host tier, in this process: transfers and their failures."""
 
-import itertools
 from types import MethodType
 
 import numpy as np
 import pytest
 import torch
-from codec_oracle import LAYOUTS
-from host_tier import LABELS, backup, host_bytes, slots, tier_of
-from pools import ARRANGEMENTS, GUARD, LAYERS, START, device_pool, fill, memory, rows
+from host_tier import backup, host_bytes, slots, tier_of
+from pools import ARRANGEMENTS, GUARD, LAYERS, START, device_pool, fill, rows
 
 
 def pages(slots_of_pages, page_size=4):
     return [int(slot) // page_size for slot in slots_of_pages[::page_size]]
-
-
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
-def test_backed_up_and_loaded_elsewhere(controller_of, layout, arrangement, label):
-    """Through SGLang's queues and its submission, with the index tensors that its io backends make."""
-    pool = device_pool(layout, arrangement, pages=9)
-    fill(pool)
-    controller = controller_of(pool, label)
-    before = [layer.copy() for layer in rows(pool)]
-    taken = controller.mem_pool_device_allocator.alloc(12)
-    kept = controller.write(taken, node_id=1)
-    assert controller.ack_write_queue[0].num_bytes == 12 * tier_of(controller).size_per_token
-    for part in memory(pool):
-        part[...] = GUARD
-    found = controller.load(kept, node_id=1)
-    assert not set(pages(found)) & set(pages(taken))
-    assert controller.start_loading() >= 0
-    for layer in range(LAYERS):
-        expected = np.full_like(before[layer], GUARD)
-        expected[pages(found)] = before[layer][pages(taken)]
-        assert np.array_equal(rows(pool)[layer], expected)
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])

@@ -79,17 +79,6 @@ def test_a_damaged_page_ends_the_prefix(direct, failures, caplog, damage, layout
     assert get(controller, [4], [KEYS[3]])[0] == 1
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-def test_a_page_under_another_key(direct, failures, page_size):
-    controller = direct("fp4", page_size)
-    filled(tier_of(controller))
-    assert put(controller)
-    pages = controller.storage_backend.pages
-    pages[KEYS[1]], pages[KEYS[2]] = pages[KEYS[2]], pages[KEYS[1]]
-    assert get(controller)[0] == 1
-    assert failures() == {"page_checksum": 1}
-
-
 def test_a_store_that_writes_nothing(direct, failures):
     """It reports success; the page still has a checksum of another key, or none."""
     controller = direct("fp4", 64)

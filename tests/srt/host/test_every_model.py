@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import crossed
 from codec_oracle import LAYOUTS
 from host_tier import LABELS
 from model_kinds import KINDS
@@ -15,7 +16,8 @@ def sizes_of(kind):
     return [64] if KINDS[kind].sparse else [1, 64]
 
 
-CASES = [(kind, page_size) for kind in KINDS for page_size in sizes_of(kind)]
+CASES = crossed([(kind, page_size) for kind in KINDS for page_size in sizes_of(kind)], TREES)
+CASES = [(*case, tree) for case, tree in CASES]
 
 
 def family(page_size):
@@ -25,8 +27,7 @@ def family(page_size):
     return prefix, one, two, list(range(5000, 5000 + 2 * page_size))
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("kind", "page_size"), CASES)
+@pytest.mark.parametrize(("kind", "page_size", "tree"), CASES)
 def test_two_suffixes_of_a_prefix(model_of, kind, page_size, tree):
     """The tree splits the first prompt's node: on the device, and again where it is on the host only."""
     model = model_of(kind, page_size=page_size, tree=tree, pages=16)
@@ -47,8 +48,7 @@ def test_two_suffixes_of_a_prefix(model_of, kind, page_size, tree):
     assert [model.check(tokens) for tokens in (deeper, one, two)] == [3 * page_size] * 3
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("kind", "page_size"), CASES)
+@pytest.mark.parametrize(("kind", "page_size", "tree"), CASES)
 def test_a_split_while_the_backup_runs(model_of, kind, page_size, tree):
     model = model_of(kind, page_size=page_size, tree=tree, pages=16)
     _, one, two, _ = family(page_size)
@@ -59,8 +59,7 @@ def test_a_split_while_the_backup_runs(model_of, kind, page_size, tree):
     assert [model.check(tokens) for tokens in (two, one)] == [len(two), len(one)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
+@pytest.mark.parametrize(("kind", "host"), crossed([*KINDS], ["fp8_block_scale", "fp4", "fp4_fp8_rope"]))
 def test_narrower_hosts_return_the_round_trip(model_of, kind, host):
     model = model_of(kind, "bf16", host, 64, pages=16)
     _, one, two, _ = family(64)
@@ -71,16 +70,15 @@ def test_narrower_hosts_return_the_round_trip(model_of, kind, host):
         assert model.check(tokens) == len(tokens)
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("kind", "page_size"), CASES)
+@pytest.mark.parametrize(("kind", "page_size", "tree"), CASES)
 def test_any_order_of_prompts_and_evictions(model_of, kind, page_size, tree):
     """A random walk: whatever is found is right."""
-    seed = 2 * CASES.index((kind, page_size)) + TREES.index(tree)
+    seed = CASES.index((kind, page_size, tree))
     # Copies of keys and values of heads are replaced (`kernels`) for one label only.
     label = LABELS[0 if KINDS[kind].own == "heads" else seed // 2 % 2]
     model = model_of(
         kind, LAYOUTS[seed % len(LAYOUTS)], page_size=page_size, tree=tree, ratio=4.0, pages=16, slots=8,
-        label=label,
+        label=label, hicache_write_policy=["write_through", "write_back"][seed % 3 % 2],
     )  # fmt: skip
     generator = np.random.default_rng(seed)
     prefix, one, two, other = family(page_size)

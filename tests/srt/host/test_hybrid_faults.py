@@ -3,34 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from cases import crossed
 from test_hybrid_tree import TREES, break_backups, prompt
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("which", ["rows", "states"])
-def test_a_lost_backup_is_a_miss_of_both(model_of, failures, monkeypatch, which, tree):
-    model = model_of("hybrid", tree=tree)
-    short, longer = prompt(4), prompt(9)
-    model.put(short)
-    with monkeypatch.context() as patched:
-        break_backups(model.tiers[which == "states"], patched)
-        model.put(longer)
-    assert failures() == {"backup": 1, "backup_lost": 1}
-    model.evict()
-    model.check(longer, 0)
-    assert failures()["load_pages"] == 1
-    model.check(short, 4)
-    # Now the short prefix is on the device. The longer prefix is still a miss, and the request continues the
-    # short prefix with its state, not with an empty state.
-    model.check(longer, 4)
-    free = model.requests.mamba_allocator.available_size()
-    model.check(longer, 4)
-    assert model.requests.mamba_allocator.available_size() == free
-    # After recomputation the device serves it until it is evicted.
-    model.put(longer)
-    model.check(longer, 9)
-    model.evict()
-    model.check(longer, 0)
 
 
 def test_a_draft_whose_backup_was_lost_is_a_miss(model_of, failures, monkeypatch):
@@ -82,8 +56,7 @@ def test_invalid_device_slots_of_states_are_refused(model_of, failures, given):
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("tree", "page_size"), crossed(TREES, [1, 4]))
 def test_whatever_fails_in_whatever_order(model_of, monkeypatch, page_size, tree, policy):
     """Prompts that share prefixes, pools that are too small, evictions on both sides, lost backups."""
     random = np.random.default_rng(page_size)

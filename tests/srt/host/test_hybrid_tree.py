@@ -95,11 +95,9 @@ def test_a_hit_waits_for_the_loads_that_lock_all_states(model_of, tree):
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts", "host"),  # two seconds of CPU time each
+    ("kind", "drafts", "host"),
     [
-        ("hybrid", "", "same"),
         ("hybrid", ", packed draft", "fp4"),
-        ("hybrid DSA", "", "fp4"),
         ("hybrid DSA", ", plain packed draft", "same"),
     ],
 )
@@ -108,12 +106,12 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(model_of, kind, host, draf
 
     An index key has 128 one-byte values and a float32.
     """
-    model = model_of(kind + drafts, "bf16", host, 64, hicache_size=1)
+    model = model_of(kind + drafts, "bf16", host, 64, hicache_size=0.01)
     rows, states = model.tiers
     layers, index = 2 + bool(drafts), 132 if kind == "hybrid DSA" else 0
     token = stride_bytes(layers, 64, {"same": 1152, "fp4": 416}[host]) // 64 + layers * index
     slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
-    assert abs(rows.size * token + states.size * slot - 1e9) < 64 * token + slot
+    assert abs(rows.size * token + states.size * slot - 1e7) < 64 * token + slot
     assert abs(rows.size / (32 * 64) - states.size / 6) < 1 / 32 + 1 / 6  # a page and a slot
 
 

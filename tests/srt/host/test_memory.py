@@ -3,10 +3,8 @@
 import mmap
 import resource
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch
 from host_tier import host_pool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,24 +77,3 @@ def test_chunks_cover_everything_once_and_cut_no_page(pages, page_bytes, chunk_b
         n for n in range(page_bytes, page_bytes * mmap.PAGESIZE + 1, page_bytes) if n % mmap.PAGESIZE == 0
     )
     assert all(size <= max(chunk_bytes, smallest) for _, size in chunks)
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_destroy_unregisters_what_was_pinned_once(no_reserve, monkeypatch, failures, refused):
-    """A tier whose memory cannot be pinned is pageable."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    real = torch._C._cudart  # its enum and messages need no driver
-    cudart = mock.Mock(cudaGetErrorString=real.cudaGetErrorString)
-    cudart.cudaHostRegister.return_value = real.cudaError(2 if refused else 0)
-    cudart.cudaHostUnregister.return_value = real.cudaError(0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(base, "_is_cuda", True)  # without CUDA, SGLang never unregisters
-    tier = host_pool(device_pool("fp4"), pin_memory=True)
-    assert tier.pin_memory is not refused
-    tier.destroy()
-    tier.destroy()
-    pinned = [mock.call(call.args[0]) for call in cudart.cudaHostRegister.call_args_list]
-    assert pinned
-    assert cudart.cudaHostUnregister.call_args_list == ([] if refused else pinned)
-    assert failures() == ({"registration": 1} if refused else {})

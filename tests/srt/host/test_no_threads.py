@@ -42,8 +42,8 @@ class Rank(rank_processes.Rank):
         return {**found, "put": put(again.controller), "hits": get(again.controller)[0]}
 
 
-def test_pages_are_stored_and_found(tmp_path):
-    (found,) = rank_processes.run("test_no_threads.py", 1, tmp_path, ["store"])["store"]
+def test_pages_are_stored_and_found(fresh, tmp_path):
+    (found,) = rank_processes.run(fresh, "test_no_threads.py", 1, tmp_path, ["store"])["store"]
     assert found == {"files": 3, "length": 3 * PAGE_SIZE, "put": True, "hits": 4, "failures": {}}
 
 

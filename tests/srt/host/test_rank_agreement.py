@@ -8,9 +8,9 @@ LONG, LESS = len(LONGER), len(SHORT)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(fresh, tmp_path_factory):
     """`seen[case]`: the results of both ranks."""
-    return rank_processes.run("two_ranks.py", RANKS, tmp_path_factory.mktemp("ranks"), CASES)
+    return rank_processes.run(fresh, "two_ranks.py", RANKS, tmp_path_factory.mktemp("ranks"), CASES)
 
 
 def agreed(ranks):

@@ -3,7 +3,6 @@
 SGLang's wheel has it for the tree in Python only; test_every_model.py has the tree in Rust.
 """
 
-import itertools
 import unittest
 from functools import partial
 
@@ -13,22 +12,16 @@ import pytest
 import torch
 from codec_oracle import LAYOUTS
 
-#: Any two values of scenario, layout, arrangement, page size and kind (hybrid or not) occur together.
+#: Mode of the host's memory, layout, arrangement, page size, and whether the model is hybrid.
 CASES = [
-    (name, LAYOUTS[n], pools.ARRANGEMENTS[(s + 2 * n) % 3], [1, 4, 64][(s + n) % 3], bool((n + s // 2) % 2))
-    for s, name in enumerate(["write_through", "write_back", "host full", "cache", "buffer_only"])
-    for n in range(len(LAYOUTS))
+    (mode, layout, pools.ARRANGEMENTS[(s + 2 * n) % 3], [1, 4, 64][(s + n) % 3], bool((n + s) % 2))
+    for s, mode in enumerate(["cache", "buffer_only"])
+    for n, layout in enumerate(LAYOUTS)
 ]
-
-
-def test_the_cases_have_all_pairs():
-    for one, other in itertools.combinations(zip(*CASES, strict=True), 2):
-        assert set(zip(one, other, strict=True)) == set(itertools.product(one, other))
 
 
 def steps(layout, arrangement, page, hybrid):
     """The kit's steps for such caches, and ours."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.test.kits.unified_radix_cache import fixtures
     from sglang.test.kits.unified_radix_cache.config import CacheConfig
@@ -90,12 +83,6 @@ def steps(layout, arrangement, page, hybrid):
                 part[...] = np.random.default_rng(tokens[-1]).integers(0, 256, part.shape)
             return self.bytes_of(cache, tokens)
 
-        def evict(self, cache):
-            cache.evict(EvictParams(num_tokens=self.cfg.kv_size, mamba_num=self.cfg.mamba_cache_size))
-            cache.writing_check(write_back=True)
-            assert cache.token_to_kv_pool_allocator.available_size() == self.cfg.kv_size
-            pools.guard(cache.token_to_kv_pool_allocator.get_kvcache())
-
         def load(self, cache, tokens):
             self._load_back_through_admission(cache, cache.req_to_token_pool, tokens)
             self._finish_pending_loads(cache)
@@ -127,28 +114,7 @@ def kit(host_server, kernels, monkeypatch, request):
     return make
 
 
-@pytest.mark.parametrize("case", CASES[:15], ids=lambda case: " ".join(map(str, case)))
-def test_prompts_come_back_from_the_host(kit, case):
-    """A full host has some of them."""
-    full, policy = case[0] == "host full", "write_through" if case[0] == "write_through" else "write_back"
-    on = kit(*case[1:], hicache_ratio=0.5 if full else 2.0)
-    cache = on.cache()
-    on._init_hicache(cache, write_policy=policy)
-    prompts = [on._make_seq(1000 * n, 4) for n in range(3)]
-    prompts.append(prompts[0][: 2 * on.cfg.page_size] + on._make_seq(5000, 2))  # splits a node
-    wanted = [on.compute(cache, tokens) for tokens in prompts]
-    if policy == "write_through":
-        on._backup_tree(cache)
-    for _ in range(2):
-        on.evict(cache)
-        found = [n for n in range(4) if on.match(cache, prompts[n]).host_hit_length == len(prompts[n])]
-        assert 0 < len(found) < 4 if full else found == [0, 1, 2, 3]
-        for n in found:
-            assert on.load(cache, prompts[n]) == wanted[n]
-        cache.sanity_check()
-
-
-@pytest.mark.parametrize("case", CASES[15:], ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_prompts_come_back_from_a_store(kit, case):
     """With `buffer_only` the host keeps no page: requests get them on the device when they are admitted."""
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from cases import crossed
 from host_tier import LABELS
 from pools import GUARD, STATES, fill, guard, state_pool, state_tensors
+
+from sgl_kvpool.transfer.engines import GPU_ENGINES
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
 
@@ -202,15 +205,15 @@ def test_sizes_by_ratio_and_by_gigabytes():
 # -------------------------------------------------------------------- GPU engines, over emulated streams
 
 
-@pytest.mark.parametrize("engine", ["staged", "copy_engine", "kernel"])
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("slot_bytes", [1 << 20, 4096])
+@pytest.mark.parametrize(
+    ("engine", "kind", "slot_bytes"),
+    [(engine, *of) for engine in GPU_ENGINES for of in crossed([*STATES], [1 << 20, 4096])],
+)
 def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, nothing_left_out):
     """Through page buffers that hold a whole slot of states, and through smaller ones for a few parts."""
     from emulated import calls, tools
 
     from sgl_kvpool.transfer import gpu_engine
-    from sgl_kvpool.transfer.engines import GPU_ENGINES
     from sgl_kvpool.transfer.slots import DevicePages, Transfer
 
     pool = state_pool(kind)

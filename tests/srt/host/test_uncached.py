@@ -115,7 +115,7 @@ def small(caplog):
     ("arguments", "names"),
     [
         ({"ratio": 0.5}, "give a larger --hicache-ratio of at least 1.00, or --hicache-write"),
-        ({"hicache_size": 1}, None),
+        ({"hicache_size": 0.01}, None),
         ({"ratio": 1.0}, None),
         ({"ratio": 0.5, "hicache_write_policy": "write_through_selective"}, "at least 1.00"),
         ({"ratio": 0.5, "hicache_write_policy": "write_back"}, None),

@@ -77,34 +77,6 @@ def test_every_slot_is_stored_once_and_read_where_it_is_stored(data):
         assert np.array_equal(torch.cat(found, -1).squeeze(1).numpy(), decoded)
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_retracted_tokens_come_back_on_every_rank(layout, arrangement, monkeypatch):
-    """A request's tokens lie in pages of all ranks, in the order of their positions; here 11 of 12."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    ranks = 3
-    slots = torch.cat([torch.arange(2, 3), torch.arange(1, 2)]).repeat_interleave(PAGE * ranks)
-    slots = slots * PAGE * ranks + torch.arange(PAGE * ranks).repeat(2)
-    slots, other = slots[:-1], (slots + PAGE * ranks)[:-1]
-    nope, rope = values(len(slots))
-    for rank in range(ranks):
-        (pool,) = pools_of(1, layout, arrangement)
-        with as_rank(rank, ranks):
-            for number in range(3):
-                pool.set_mla_kv_buffer(layer(START + number), slots, nope * (number + 1), rope)
-            before = copied(pool)
-            kept = pool.get_cpu_copy(slots)
-            guard(pool)
-            pool.load_cpu_copy(kept, other)
-        own = slots[rank::ranks] // ranks
-        for number in range(3):
-            name = ("rows", START + number)
-            found = copied(pool)[name][at(pool, other[rank::ranks] // ranks)]
-            assert np.array_equal(found, before[name][at(pool, own)])
-        changed = sum(int((part != 0xEE).any(-1).sum()) for part in copied(pool).values())
-        assert changed == 3 * len(own)
-
-
 def assert_as_sglangs(pool, stock, layout, size):
     """The rows of a pool are those of SGLang's bf16 pool, in a layout."""
     for ours, theirs in zip(rows(pool), rows(stock), strict=True):
@@ -152,6 +124,7 @@ def test_a_pool_decides_whether_its_slots_are_spread_as_sglangs_does(data):
                 each.move_kv_cache(pages[-1:], slots[:1])
         assert (both[0].dcp_size, both[0].dcp_rank) == (span, rank % span)
         assert_as_sglangs(*both, layout, size)
+        # A request's tokens lie in pages of all ranks, in the order of their positions.
         kept = [each.get_cpu_copy(pages) for each in both]
         guard(*both)
         for each, copy in zip(both, kept, strict=True):

@@ -24,6 +24,7 @@ def test_a_request_comes_back_to_other_slots(n, kind, layout, published, monkeyp
     table = request_pool(context=256) if hybrid else memory_pool.ReqToTokenPool(4, 256, "cpu", False)
     arrangement = "layer_major" if KINDS[kind].sparse else ARRANGEMENTS[n % 3]
     pool = pool_of(KINDS[kind], layout, page, 8, table if hybrid else None, arrangement=arrangement)
+    getattr(pool, "full_kv_pool", pool).cpu_offloading_chunk_size = 48 if KINDS[kind].sparse else 2
     request = Req("r", "", list(range(tokens + 1)), SamplingParams())  # the last token has no row yet
     allocator = allocator_of(pool)
 
