@@ -97,7 +97,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         self._tokens_per_page = page_size // kv_pool.dcp_size
         views = [canonical_view(pool, self._tokens_per_page) for pool in pools]
         self._device_views = [view.only("kv") for view in views]
-        # SGLang builds a pool for the index keys of a draft with a separate tier.
+        # Beside a draft's separate tier, SGLang allocates a pool of its index keys.
         self._key_views = [view.only("indexer") for view in views if kv_pool.serves_dsa and with_checksum]
         # Of each pool, the indices of its layers with index keys, by their indices among all layers.
         ids = [[layer.layer_id for layer in kv_group(view).layers] for view in self._device_views]
@@ -120,6 +120,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         )
         # The tier of a draft gets its number of tokens from the target's tier.
         self._sized_by_ratio = None if kwargs.get("host_token_capacity") else not host_size
+        self._beside_bytes = 0 if with_checksum else kv_pool.index_key_bytes // page_size
         self.shared = None if node_ranks is None else SharedTier(node_ranks)
         parts = 1 if node_ranks is None else node_ranks.fewest
         infos = [pool.host_tier_info() for pool in pools]
@@ -146,6 +147,9 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
 
     @overrides
     def _allocate_host_buffer(self) -> None:
+        if self._beside_bytes:
+            token_bytes = self.size_per_token + self._beside_bytes
+            memory.require_room(self.size * token_bytes, self.size, self._sized_by_ratio)
         try:
             if self.shared is None:
                 super()._allocate_host_buffer()
@@ -242,6 +246,11 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         """Rows of all pages, `[pages, layers, page_size, 1, row]`, a view."""
         dims = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
         return self.kv_buffer[:, : self._rows_bytes // self.dtype.itemsize].view(dims)
+
+    @property
+    def index_keys(self) -> torch.Tensor:
+        """Index keys of all pages, `[pages, bytes]` uint8, a view: layer by layer."""
+        return self._pages[:, self._rows_bytes : self.page_bytes]
 
     @overrides
     def _init_write_back_staging_buffers(self) -> None:

@@ -52,9 +52,8 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             )
 
     @property
-    def index_key_bytes(self) -> int:
-        kept = zip(self.index_k_with_scale_buffer, self.skip_topk_layers, strict=True)
-        return sum(keys.shape[1] * keys.itemsize for keys, skipped in kept if not skipped)
+    def index_pages(self) -> list[torch.Tensor]:
+        return [keys.view(torch.uint8) for keys in self.index_k_with_scale_buffer if len(keys)]
 
     @overrides
     def host_pool_decls(self):

@@ -308,9 +308,14 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         return self.host_tier.serves(self.kv_cache_layout, self.kv_cache_arrangement, device)
 
     @property
+    def index_pages(self) -> list[torch.Tensor]:
+        """Index keys of each layer that has them, `[pages, bytes]` uint8; none without sparse attention."""
+        return []
+
+    @property
     def index_key_bytes(self) -> int:
-        """Bytes of index keys of a page, over all layers; 0 without sparse attention."""
-        return 0
+        """Bytes of index keys of a page, over all layers."""
+        return sum(keys.shape[1] for keys in self.index_pages)
 
     def host_tier_info(self):
         """SGLang's `MLABufferInfo` for any arrangement, for `HierarchicalMLAHostPool`.
