@@ -120,6 +120,14 @@ class _AnyPoolReader(PoolReader):
             references = [replace(r, content=f"{r.content} packed {pool.kv_cache_dim}") for r in references]
         self._group(pool, name, references + self._index_references(pool, layer_ids, page), page)
 
+    def _index_references(self, pool: Any, layer_ids: LayerIds, page: int) -> list[LayerReference]:
+        if pool.kpool_use_compress:
+            raise TypeError(
+                f"{type(pool).__name__} with compressed index keys keeps a tail per request, which is not "
+                "described"
+            )
+        return super()._index_references(pool, layer_ids, page)
+
     def _swa(self, pool: SWAKVPool, name: str, layer_ids: LayerIds) -> None:
         for part, child, is_window in (
             ("full", pool.full_kv_pool, False),

@@ -19,7 +19,7 @@ from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
 from sgl_kvpool.transfer.gpu_engine import PageBuffer, RegisteredChunks
 from sgl_kvpool.transfer.host_options import CPU_ENGINE
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import Transfer, host_view
+from sgl_kvpool.transfer.slots import Transfer, host_view, packed_view
 
 logger = logging.getLogger(__name__)
 Engine = Callable[[TransferPlan], Any]
@@ -128,7 +128,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class TransferChannels:
-    """Transfer channels of a host tier: the target's pool first, then the packed drafts' pools."""
+    """Transfer channels of a host tier: the target's rows, those of packed drafts, index keys likewise."""
 
     to_host: list[TransferChannel]
     to_device: list[TransferChannel]
@@ -156,13 +156,15 @@ def build_channels(
     device_rows: RowFormat,
     host_rows: RowFormat,
     k_scales: Sequence[Sequence[float]],
+    beside: Sequence[CanonicalKVCaches],
     request: EngineRequest,
 ) -> TransferChannels:
     """Transfer channels between device pools and host pages; an error if a requested engine cannot be built.
 
-    `pages` `[pages, bytes]` uint8, contiguous, are host pages, page-major: the rows of all layers, then
-    whatever the tier keeps behind them. For each pool there is a byte view with one group, the positions of
-    its layers among the layers of a host page (`places`), and the k_scales of its layers.
+    `pages` `[pages, bytes]` uint8, contiguous, are host pages, page-major: the rows of all layers, then the
+    unconverted groups of `beside`. For each pool there is a byte view with one group, the positions of its
+    layers among the layers of a host page (`places`), and the k_scales of its layers. The channels of
+    `beside` follow those of the rows.
     """
     plans = []
     for view, layers, scales in zip(views, places, k_scales, strict=True):
@@ -175,7 +177,12 @@ def build_channels(
         name = group.name
         plans.append((TransferPlan(view, host, name, there), TransferPlan(host, view, name, back)))
     # Padding between pages stays on the host.
-    page_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
+    page_bytes = offset_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
+    for view in beside:
+        (group,) = view.groups
+        host = packed_view(pages, group, offset_bytes)
+        plans.append((TransferPlan(view, host, group.name), TransferPlan(host, view, group.name)))
+        offset_bytes += group.bytes_per_page
     return channels_of(plans, pages, page_bytes, request)
 
 

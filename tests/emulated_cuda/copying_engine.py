@@ -1,5 +1,6 @@
 """An Engine with a checkpoint that copies (`copying_deepseek`), whose caches are changed while it runs."""
 
+import hashlib
 import json
 import sys
 import time
@@ -65,31 +66,57 @@ def _clear(scheduler):
             buffer.zero_()
 
 
+def _rank():
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank
+
+
+def _digest_of_keys(scheduler):
+    """Digest of the index keys of target and draft; page 0 takes what padded tokens write."""
+    found = hashlib.sha256()
+    for pool in _pools(scheduler):
+        for keys in pool.index_pages:
+            found.update(keys[1:].cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 def install(flag):
-    """Let the scheduler change its caches as the file `flag` says: `before a request,before decoding`."""
+    """Let each rank change its caches as its file of `flag` says: `before a request,before decoding`.
+
+    Before each batch, a rank appends its mode and a digest of its index keys to its file of `keys`.
+    """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
 
     run_batch, receive = Scheduler.run_batch, Scheduler.process_input_requests
 
+    def own_flag():
+        return flag.with_name(f"flag{_rank()}")
+
     def run_changed(self, batch, *args, **options):
-        change = CHANGES.get(flag.read_text().partition(",")[2])
+        torch.cuda.synchronize()
+        with flag.with_name(f"keys{_rank()}").open("a") as keys:
+            print(batch.forward_mode.name, _digest_of_keys(self), file=keys)
+        own = own_flag()
+        change = CHANGES.get(own.read_text().partition(",")[2])
         if change is not None and batch.forward_mode.is_decode():
             torch.cuda.synchronize()
             if not change(self, batch):
-                flag.write_text("")
+                own.write_text("")
             torch.cuda.synchronize()
         return run_batch(self, batch, *args, **options)
 
     def receive_changed(self, requests):
-        before, _, change = flag.read_text().partition(",")
+        own = own_flag()
+        before, _, change = own.read_text().partition(",")
         if requests and before:
             torch.cuda.synchronize()
             if before == "evict":
                 _evict(self)
             _clear(self)
             torch.cuda.synchronize()
-            flag.write_text("," + change)
+            own.write_text("," + change)
         return receive(self, requests)
 
     Scheduler.run_batch, Scheduler.process_input_requests = run_changed, receive_changed
@@ -105,7 +132,9 @@ def main(model, flag, phases, **options):
 
     memory.ALLOCATOR.problems = Printed()
     flag = Path(flag)
-    flag.write_text("")
+    flags = [flag.with_name(f"flag{rank}") for rank in range(options.get("tp_size", 1))]
+    for each in flags:
+        each.write_text("")
     install(flag)
     forks.fork_children()
     import sglang
@@ -118,7 +147,8 @@ def main(model, flag, phases, **options):
             time.sleep(3)  # until pages are in the store
             assert engine.flush_cache().success
             before = "clear"
-        flag.write_text(f"{before},{change}")
+        for each in flags:
+            each.write_text(f"{before},{change}")
         answers[name] = engine.generate(input_ids=prompts(), sampling_params=parameters)
         found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)

@@ -20,8 +20,6 @@ checked. The real ones are kernels on the current stream, and access no memory o
 | `load_jit` | modules in `indexer_operators.MODULES` | `indexer_operators` | keys, queries | nothing |
 | `load_jit` | `topk_plan`, `topk_transform_*` | `indexer_operators` | the plan, the lists | nothing |
 | deep_gemm | `deep_gemm::fp8_*mqa_logits` | `indexer_operators` | new scores, NaN outside | nothing |
-| `load_jit` | `launch_all_mla_lf_pf_staged` | `key_transfers` | staging and host memory | nothing |
-| sgl_kernel | `transfer_kv_per_layer_mla_pf_lf` | `key_transfers` | `dst` | nothing |
 | flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` | nothing |
 | flashinfer | `layernorm_cute` | `model_operators` | `out` | nothing |
 | sglang | `CustomOpWrapper.real_impl` | their functions | as theirs | nothing |
@@ -52,7 +50,6 @@ from emulated_cuda import (
     imports,
     indexer_operators,
     jit_kernels,
-    key_transfers,
     libraries,
     model_operators,
 )
@@ -76,10 +73,9 @@ def install() -> None:
     libraries.WRITES.update(model_operators.WRITES)
     jit_kernels.MODULES.update(indexer_operators.MODULES)
     jit_kernels.EXPORTS.update({name: _missing(name) for name in _NOT_CALLED})
-    for module in (model_operators, draft_operators, indexer_operators, key_transfers):
+    for module in (model_operators, draft_operators, indexer_operators):
         jit_kernels.EXPORTS.update(module.EXPORTS)
     imports.after("flashinfer.norm", _replace_norms)
-    imports.after("sgl_kernel.kvcacheio", key_transfers.replace_loads)
     imports.after("sglang.kernels.jit.utils.occupancy", _replace_occupancy)
     imports.after("sglang.srt.utils.custom_op", _call_python_operators)
     imports.after(_BREAKABLE, _replace_capture_status)

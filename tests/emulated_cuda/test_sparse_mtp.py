@@ -25,12 +25,12 @@ PHASES = [
 HITS = {"device hit": "device", "host hit": "host", "file hit": "storage"}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32"])
-def answers(on_device, tmp_path_factory, request):
-    """By phase, what the Engine said to all prompts."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two ranks"])
+def ran(on_device, tmp_path_factory, request):
+    """By phase, what the Engine said to all prompts, and the folder of what it left."""
     folder = tmp_path_factory.mktemp("sparse")
-    model = str(copying_deepseek.write(folder / "model", request.param))
-    options = {"kv_cache_layout": "fp4", **OPTIONS, **SPARSE_OPTIONS, **TIER}
+    model = str(copying_deepseek.write(folder / "model", "deepseek_v32"))
+    options = {"kv_cache_layout": "fp4", "tp_size": request.param, **OPTIONS, **SPARSE_OPTIONS, **TIER}
     code = "from emulated_cuda import copying_engine\n"
     code += f"copying_engine.main({model!r}, {str(folder / 'flag')!r}, {PHASES!r}, **{options!r})"
     (folder / "store").mkdir()
@@ -41,7 +41,24 @@ def answers(on_device, tmp_path_factory, request):
     )  # fmt: skip
     (folder / "log").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), folder
+
+
+@pytest.fixture
+def answers(ran):
+    return ran[0]
+
+
+def test_ranks_that_share_the_tier_have_the_same_index_keys(ran):
+    """Byte for byte before each batch of prefill and verification, of the target and of the draft."""
+    found = sorted(ran[1].glob("keys*"))
+    lines = {path.read_text() for path in found}
+    assert len(lines) == 1
+    (text,) = lines
+    assert {"EXTEND", "DECODE"} <= {line.split()[0] for line in text.splitlines()}
+    assert len({*text.splitlines()}) > 10
+    log = (ran[1] / "log").read_text()
+    assert ("2 ranks hold the same rows" in log) == (len(found) == 2)
 
 
 def accept_length(said):

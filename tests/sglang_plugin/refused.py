@@ -113,8 +113,8 @@ dsa cuda fp4 --chunked-prefill-size 96
   --chunked-prefill-size gives a rank 96 tokens, .* pages of 64 .*; use --chunked-prefill-size 64$
 mla cuda fp4 --hicache-storage-backend file
   --hicache-storage-backend file does nothing without --enable-hierarchical-cache
-dsa cuda fp4 TIER --kv-host-sharing node --tp-size 2
-  --kv-host-sharing node does not work with a model with sparse attention
+kda cuda fp4 TIER --kv-host-sharing node --tp-size 2
+  --kv-host-sharing node does not work with a model with linear attention
 """
 #: The same for features: their arguments come first, and the message begins with them.
 FEATURES = """

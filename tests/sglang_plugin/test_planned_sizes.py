@@ -140,17 +140,17 @@ def test_arguments_that_a_refusal_names_are_added(planned):
     assert (found["attention"]["prefill"], found["attention"]["decode"]) == ("dsa/tilelang", "dsa/tilelang")
 
 
-def padded_token_bytes(layers):
+def padded_token_bytes(layers, key_bytes=0):
     """Bytes of an `fp4` token on the host: page of 64 tokens and checksum, padded to a multiple of 4096."""
-    return -(-(layers * 64 * 416 + 16) // 4096) * 4096 // 64
+    return -(-(layers * 64 * (416 + key_bytes) + 16) // 4096) * 4096 // 64
 
 
 def test_a_host_tier(planned):
     """Its bytes on the host; on the device the tier's engine needs page buffers."""
     tier, plain = planned["tier"], planned["heuristic"]
     assert tier["host"] == {
-        "token_bytes": padded_token_bytes(61),
-        "index_bytes": 61 * 132,
+        "token_bytes": padded_token_bytes(61, key_bytes=132),
+        "index_bytes": 0,
         "slot_bytes": 0,
         "sharing_ranks": 1,
         **NO_DRAFT,

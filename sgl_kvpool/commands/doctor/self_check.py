@@ -97,8 +97,6 @@ def _checks(pool: Any) -> Iterator[str]:
         )[0]
 
     yield check_lists(pool, _LAYERS - 1, _HEADS, _SCALE, attend)
-    if pool.serves_dsa:
-        return  # SGLang's host tier of index keys needs a GPU
     controller = _controller(pool)
     if controller is None:
         yield "host tier not checked, it is SGLang's own"

@@ -28,10 +28,10 @@ _OF_ALL_SERVERS: dict[str, Any] = {
 class HostBytes:
     """Bytes per token and slot in a host tier."""
 
-    #: Rows of a token in all layers, including packed drafts, in the host's layout, with their share of the
-    #: page's padding and checksum.
+    #: Rows in the host's layout and index keys of a token in all layers, including packed drafts, with their
+    #: share of the page's padding and checksum.
     token_bytes: int
-    #: Index keys of a token in all layers with index keys, which share the page numbers of the rows.
+    #: Index keys of a token in SGLang's pool beside its own tier of rows.
     index_bytes: int
     device_tokens: int
     #: Host bytes of a state slot in all linear layers; 0 for models without linear layers.
@@ -57,8 +57,7 @@ class HostBytes:
         if not self.has_states:
             return size_gb, 0.0
         return TierBytes(
-            rows=self.device_tokens * self.token_bytes,
-            index_keys=self.device_tokens * self.index_bytes,
+            rows=self.device_tokens * (self.token_bytes + self.index_bytes),
             states=self.device_slots * self.slot_bytes,
         ).split(size_gb)
 
@@ -86,8 +85,8 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
     """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank, or 0.
 
-    The size counts rows, and states in hybrid models; index keys of sparse attention and drafts with pools of
-    their own are added. Padding, one page and one slot, is not counted.
+    The size counts pages, and states in hybrid models; index keys in a pool of SGLang's and drafts with pools
+    of their own are added. Padding, one page and one slot, is not counted.
     """
     padding_bytes = page_size * held.page_token_bytes + held.slot_bytes
     size = int(memory_gb)
@@ -143,7 +142,8 @@ class PlannedServer:
     #: --hicache-size per rank, in units of 1e9 bytes; 0 without a host tier.
     hicache_size_gb: int = 0
     host_sharing_ranks: int = 1
-    #: Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
+    #: Host bytes of a token that --hicache-size does not count: those in a draft's own pool, and index keys
+    #: in SGLang's.
     host_index_bytes: int = 0
     #: Memory of a rank that is reserved before the pool is sized: workspaces, page buffers of a host tier.
     workspace_bytes: int = 0

@@ -125,8 +125,8 @@ def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
     beside = {server.host_index_bytes for server in tiers}
     if beside != {0}:
         line += (
-            f". It counts rows only: {'/'.join(map(str, sorted(beside)))} bytes per token of index keys and "
-            "drafts are added; the narrower the rows, the larger their share"
+            f". It does not count {'/'.join(map(str, sorted(beside)))} bytes per token in pools of SGLang's "
+            "for drafts or index keys; the narrower the rows, the larger their share"
         )
     if any(server.host_slots for server in tiers):
         line += ". Rows and states of linear layers share it"

@@ -249,12 +249,12 @@ def _host_tier(configurator: Any, server: Server) -> dict[str, int]:
     device_row, host_row = (models.row_format_of(model_config, each).row_bytes for each in both)
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
     on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in both)
+    # The device bytes that SGLang counts per token besides the rows; SGLang's tier has them in another pool.
+    keys = _pool_configurator(configurator)._cell_size - rows * device_row - on_device
+    in_page = rows * host_row + (keys if server.has_our_tier else 0)
     return {
-        "token_bytes": HostPageFormat.of_rows(rows * page_size * host_row, page_size).bytes_per_token(
-            page_size
-        ),
-        # The device bytes that SGLang counts per token besides the rows.
-        "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
+        "token_bytes": HostPageFormat.of_rows(page_size * in_page, page_size).bytes_per_token(page_size),
+        "index_bytes": 0 if server.has_our_tier else keys,
         "draft_bytes": on_host,
         "slot_bytes": HostPageFormat.of_states(states_bytes).size_bytes if states_bytes else 0,
         "sharing_ranks": sharing_ranks,

@@ -206,7 +206,6 @@ RULES_AFTER: _Rules = (
     (_tier, host_tier.check_host_tier),
     (_our_tier, host_tier.check_host_arguments),
     (_our_tier, host_tier.check_states),
-    (_our_tier, host_tier.check_index_keys),
     (_tier, host_tier.check_host_layout),
     (_sparse, dsa.check_backends),
     (_sparse, dsa.check_implementations),

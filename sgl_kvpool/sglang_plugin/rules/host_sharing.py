@@ -124,7 +124,6 @@ def _chosen(server: Server, requested: str) -> tuple[str, str]:
             f"--speculative-algorithm {view.speculative_algorithm}",
             _SHARED_DRAFTS,
         ),
-        (server.is_dsa, "a model with sparse attention", "SGLang builds the host pool of its index keys"),
         (
             server.is_hybrid,
             "a model with linear attention",

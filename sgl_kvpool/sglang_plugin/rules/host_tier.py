@@ -14,7 +14,6 @@ from sgl_kvpool.transfer.host_options import (
     GPU_ENGINE_NAMES,
     HOST_IO_BACKENDS,
     HOST_LABELS,
-    HostTierOptions,
 )
 
 _TIER = "--enable-hierarchical-cache"
@@ -136,22 +135,6 @@ def check_host_arguments(server: Server) -> None:
                 f"{option} {value} does not work with {LAYOUT.flag} {server.layout}: {reason}",
                 *(leave_out(option), *use_values(option, taken)),
             )
-
-
-def check_index_keys(server: Server) -> None:
-    """Refuse compressed index keys: each request has a tail outside of the pages (`srt.pool.regions`)."""
-    from sglang.srt.configs.model_config import get_dsa_index_kpool_compress
-
-    if get_dsa_index_kpool_compress(server.model_config.hf_config):
-        ways = [leave_out(_TIER, text=f"leave out {_TIER}")]
-        if not HostTierOptions().serves(server.layout, server.arrangement, server.view.device):
-            ours = (HOST_LAYOUT.flag, HOST_ENGINE.flag, HOST_SHARING.flag)
-            ways.insert(0, leave_out(*ours, text=f"leave out {', '.join(ours)} to use SGLang's own tier"))
-        raise Refusal(
-            f"{server.model_name} has compressed index keys, whose tails do not lie in the pages of a "
-            "host tier of sgl-kvpool",
-            *ways,
-        )
 
 
 def check_host_layout(server: Server) -> None:

@@ -5,8 +5,9 @@ host and decoded on the way back, and all numbers of bytes and tokens here are t
 
 A host page holds all layers one after the other, so it is contiguous on a disk or on a network: ::
 
-    kv_buffer : [pages, size_bytes / itemsize]        one page: rows, padding, checksum (`page_format.py`)
-    rows      : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
+    kv_buffer  : [pages, size_bytes / itemsize]       rows, index keys, padding, checksum (`page_format.py`)
+    rows       : [pages, layers, page_size, 1, row]   layers: the target's, then those of packed drafts
+    index keys : [pages, bytes]                       of sparse models, as on the device, in the same order
 
 SGLang calls the shape of the rows `page_first_direct`. Here the memory has this shape for both values of
 --hicache-mem-layout, `page_first` and `page_first_direct`. The pool keeps the requested value as its label,
@@ -27,7 +28,6 @@ from sgl_kvpool.srt.host.page_format import DIRECT_IO_BYTES, HostPageFormat
 from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharingRefused
 from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.storage_mixin import storage_format_tag
-from sgl_kvpool.srt.host.tier_bytes import bytes_beside_rows
 from sgl_kvpool.srt.host.transfer_mixin import TransferMixin, kv_group
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.regions import canonical_view
@@ -94,17 +94,25 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         self._k_scales = [
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
-        # Rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under the same page
-        # indices.
         self._tokens_per_page = page_size // kv_pool.dcp_size
-        self._device_views = [canonical_view(pool, self._tokens_per_page).only("kv") for pool in pools]
+        views = [canonical_view(pool, self._tokens_per_page) for pool in pools]
+        self._device_views = [view.only("kv") for view in views]
+        # Beside a draft's separate tier, SGLang allocates a pool of its index keys.
+        self._key_views = [view.only("indexer") for view in views if kv_pool.serves_dsa and with_checksum]
+        # Of each pool, the indices of its layers with index keys, by their indices among all layers.
+        ids = [[layer.layer_id for layer in kv_group(view).layers] for view in self._device_views]
+        self._key_parts = [
+            {ids[pool].index(key.layer_id): part for part, key in enumerate(kv_group(view).layers)}
+            for pool, view in enumerate(self._key_views)
+        ]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
             raise ValueError(
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
             )
         layers = sum(pool.layer_num for pool in pools)
-        content_bytes = layers * self._tokens_per_page * self.row_format.row_bytes
+        self._rows_bytes = layers * self._tokens_per_page * self.row_format.row_bytes
+        content_bytes = self._rows_bytes + sum(kv_group(view).bytes_per_page for view in self._key_views)
         self.page_format = (
             HostPageFormat.of_rows(content_bytes, self._tokens_per_page)
             if with_checksum
@@ -112,7 +120,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         )
         # The tier of a draft gets its number of tokens from the target's tier.
         self._sized_by_ratio = None if kwargs.get("host_token_capacity") else not host_size
-        self._beside_bytes = sum(bytes_beside_rows(pool.host_pool_decls()) for pool in pools)
+        self._beside_bytes = 0 if with_checksum else kv_pool.index_key_bytes // page_size
         self.shared = None if node_ranks is None else SharedTier(node_ranks)
         parts = 1 if node_ranks is None else node_ranks.fewest
         infos = [pool.host_tier_info() for pool in pools]
@@ -134,12 +142,12 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             target_layer_num=kv_pool.layer_num,
             **kwargs,
         )
-        self.storage_format_tag = storage_format_tag(pools, self.page_size, host_layout)
+        keys = [key for view in self._key_views for key in kv_group(view).layers]
+        self.storage_format_tag = storage_format_tag(pools, self.page_size, host_layout, keys)
 
     @overrides
     def _allocate_host_buffer(self) -> None:
         if self._beside_bytes:
-            # SGLang allocates the pool of index keys after this one. Ranks do not share tiers of such models.
             token_bytes = self.size_per_token + self._beside_bytes
             memory.require_room(self.size * token_bytes, self.size, self._sized_by_ratio)
         try:
@@ -199,6 +207,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             self._device_rows,
             self.row_format,
             self._k_scales,
+            self._key_views,
             EngineRequest(self._options.engine, self._io_backend, self._chunks, gpu_calls),
         )
         logger.info(
@@ -222,9 +231,13 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         if not is_draft and layer_id not in self._host_layer_by_controller:
             return []
         host_layer = self._host_layer_by_controller[layer_id]
-        draft = host_layer - self.target_layer_num + 1  # index of the layer's pool; the target's is 0
+        pool = max(0, host_layer - self.target_layer_num + 1)  # the target's is 0
+        layer = 0 if pool else host_layer
         channels = self._channels.to_device
-        return [(channels[draft], 0) if draft > 0 else (channels[0], host_layer)]
+        key = self._key_parts[pool].get(layer) if self._key_parts else None
+        # SGLang records one event for both.
+        keys = [] if key is None else [(channels[len(self._device_views) + pool], key)]
+        return [*keys, (channels[pool], layer)]
 
     def _page_view(self, page: int) -> torch.Tensor:
         return self.kv_buffer[page]
@@ -232,7 +245,12 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     def _rows(self) -> torch.Tensor:
         """Rows of all pages, `[pages, layers, page_size, 1, row]`, a view."""
         dims = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
-        return self.kv_buffer[:, : self.page_bytes // self.dtype.itemsize].view(dims)
+        return self.kv_buffer[:, : self._rows_bytes // self.dtype.itemsize].view(dims)
+
+    @property
+    def index_keys(self) -> torch.Tensor:
+        """Index keys of all pages, `[pages, bytes]` uint8, a view: layer by layer."""
+        return self._pages[:, self._rows_bytes : self.page_bytes]
 
     @overrides
     def _init_write_back_staging_buffers(self) -> None:

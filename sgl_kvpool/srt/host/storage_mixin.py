@@ -6,9 +6,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import xxhash
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
+from sglang.srt.utils import is_cuda
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.canonical import LayerReference
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.page_format import (
@@ -29,14 +33,17 @@ PAGE_FORMAT_VERSION = 2
 
 
 def storage_format_tag(
-    pools: Sequence[LayoutMLATokenToKVPool], page_size: int, host_layout: MLAKVCacheLayout | None = None
+    pools: Sequence[LayoutMLATokenToKVPool],
+    page_size: int,
+    host_layout: MLAKVCacheLayout | None = None,
+    index_keys: Sequence[LayerReference] = (),
 ) -> str:
     """Tag of the bytes of a host page, for the keys of stores; equal only for interchangeable pages.
 
-    `pools` are the target's, then those of packed drafts; `host_layout` is the device's by default. The tag
-    has row format, layout on the host, first layer and number of layers, number of drafts, page size of a
-    rank, version, with decode context parallelism which of how many ranks' rows, and the k_scales if one of
-    them is not 1.
+    `pools` are the target's, then those of packed drafts; `host_layout` is the device's by default;
+    `index_keys` are those in the page. The tag has row format, layout on the host, first layer and number of
+    layers, number of drafts, page size of a rank, version, with decode context parallelism which of how many
+    ranks' rows, the index keys with their layers, and the k_scales if one of them is not 1.
     """
     target, fmt = pools[0], pools[0].row_format
     tag = (
@@ -45,6 +52,12 @@ def storage_format_tag(
     )
     if target.dcp_size > 1:
         tag += f"-d{target.dcp_rank}.{target.dcp_size}"
+    if index_keys:
+        layers = repr([(key.layer_id, key.content, key.runs.size_bytes) for key in index_keys])
+        # SGLang stores keys without their Hadamard rotation if its indexer is fused.
+        fused = is_cuda() and not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
+        digest = xxhash.xxh32_hexdigest(layers.encode())
+        tag += f"-i{len(index_keys)}x{index_keys[0].runs.size_bytes}.{digest}h{0 if fused else 1}"
     scales = k_scales_digest(pools)
     return f"{tag}-k{scales}" if scales else tag
 

@@ -14,15 +14,13 @@ from typing import Any
 class TierBytes:
     """Bytes in the host tier for everything that the device pools hold, by kind."""
 
-    #: Rows in the host's layout, including packed drafts, padding and checksums.
+    #: Pages: rows in the host's layout and index keys, including packed drafts, padding and checksums.
     rows: int
-    #: Index keys of models with sparse attention, which are kept under the rows' page indices.
-    index_keys: int
     states: int
     #: Drafts with a tier of their own, also under the rows' page indices; not part of --hicache-size.
     own_drafts: int = 0
     #: Tokens of the host tier per token of the pool at a ratio of 1: more than 1 if the host's rows are
-    #: narrower, because --hicache-ratio counts bytes.
+    #: narrower, because --hicache-ratio counts bytes of rows.
     host_tokens_per_token: float = 1.0
 
     @classmethod
@@ -41,12 +39,12 @@ class TierBytes:
         """
         from sgl_kvpool.srt.host.page_format import HostPageFormat
 
-        declared = [pool.host_pool_decls() for pool in (rows, *row_drafts)]
-        pools = [rows_declared(decls) for decls in declared]
+        pools = [rows_declared(pool.host_pool_decls()) for pool in (rows, *row_drafts)]
         rows = pools[0]
         host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
         layers = sum(pool.layer_num for pool in pools)
-        page = HostPageFormat.of_rows(layers * rows.page_size * host_row, rows.page_size)
+        keys = sum(pool.index_key_bytes for pool in pools)
+        page = HostPageFormat.of_rows(layers * rows.page_size * host_row + keys, rows.page_size)
         tokens, state_bytes = capacity(rows), 0
         if states is not None:
             from sgl_kvpool.srt.host.states import StateView
@@ -55,7 +53,6 @@ class TierBytes:
             state_bytes = capacity(states) * slot.size_bytes
         return cls(
             rows=tokens * page.bytes_per_token(rows.page_size),
-            index_keys=tokens * sum(map(bytes_beside_rows, declared)),
             states=state_bytes,
             own_drafts=tokens * sum(map(own_draft_bytes, own_drafts)),
             host_tokens_per_token=rows.row_format.row_bytes / host_row,
@@ -63,7 +60,7 @@ class TierBytes:
 
     def split(self, size: float) -> tuple[float, float]:
         """Split a size so that the host holds the same multiple of the device's rows and of its states."""
-        total = self.rows + self.index_keys + self.states
+        total = self.rows + self.states
         return size * self.rows / total, size * self.states / total
 
     def planned_gb(self, ratio: float, size_gb: float) -> tuple[float, float]:
@@ -75,24 +72,12 @@ class TierBytes:
     @property
     def at_ratio_one(self) -> int:
         """Bytes of all host pools of a rank for --hicache-ratio 1."""
-        paged = self.rows + self.index_keys + self.own_drafts
-        return int(self.host_tokens_per_token * paged) + self.states
+        return int(self.host_tokens_per_token * (self.rows + self.own_drafts)) + self.states
 
 
 def rows_declared(decls: Sequence[Any]) -> Any:
     """The device pool that holds the rows: the pool itself, or the inner pool of a hybrid pool."""
     return next(decl.device_pool for decl in decls if decl.is_primary)
-
-
-def bytes_beside_rows(decls: Sequence[Any]) -> int:
-    """Bytes per token, over all layers, of data that the host keeps under the rows' page indices."""
-    total = 0
-    for decl in decls:
-        if not decl.is_primary:
-            layers = decl.owned_device_layers
-            count = decl.device_pool.layer_num if layers is None else len(layers)
-            total += count * decl.storage_info.bytes_per_token_per_layer
-    return total
 
 
 def capacity(pool: Any) -> int:
@@ -101,14 +86,10 @@ def capacity(pool: Any) -> int:
 
 
 def has_our_tier(pool: Any) -> bool:
-    """Whether a device pool's host tier is a `HierarchicalMLAHostPool`; see `HostTierOptions.serves`."""
-    import torch
-
+    """Whether a device pool's host tier is a `HierarchicalMLAHostPool`."""
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-    return isinstance(pool, LayoutMLATokenToKVPool) and pool.host_tier.serves(
-        pool.kv_cache_layout, pool.kv_cache_arrangement, torch.device(pool.device).type
-    )
+    return isinstance(pool, LayoutMLATokenToKVPool) and pool.has_our_tier
 
 
 def own_draft_bytes(pool: Any) -> int:
@@ -119,4 +100,5 @@ def own_draft_bytes(pool: Any) -> int:
         return -(-(sum(sizes) if isinstance(sizes, tuple) else sizes) // pool.size)
     host_layout = pool.host_tier.host_layout(pool.kv_cache_layout)
     row_bytes = pool.row_format.in_layout(host_layout).row_bytes
-    return pool.layer_num * row_bytes + bytes_beside_rows(pool.host_pool_decls())
+    # SGLang keeps index keys of such a draft in a pool beside it.
+    return pool.layer_num * row_bytes + pool.index_key_bytes // pool.page_size

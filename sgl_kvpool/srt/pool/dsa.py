@@ -51,6 +51,16 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
                 "not have; use other --dsa-prefill-backend and --dsa-decode-backend, or leave both out"
             )
 
+    @property
+    def index_pages(self) -> list[torch.Tensor]:
+        return [keys.view(torch.uint8) for keys in self.index_k_with_scale_buffer if len(keys)]
+
+    @overrides
+    def host_pool_decls(self):
+        """The rows; and the index keys unless pages of our host tier hold them beside the rows."""
+        rows, *beside = super().host_pool_decls()
+        return (rows,) if self.has_our_tier else (rows, *beside)
+
     @overrides
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Rows of a layer, `[slots, 1, row]`: in SGLang's dtype if SGLang reads the layout, else uint8."""

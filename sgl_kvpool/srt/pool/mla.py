@@ -301,6 +301,22 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
             )
         return super().get_device_pool_infos()
 
+    @property
+    def has_our_tier(self) -> bool:
+        """Whether the pool's host tier is a `HierarchicalMLAHostPool`; see `HostTierOptions.serves`."""
+        device = torch.device(self.device).type
+        return self.host_tier.serves(self.kv_cache_layout, self.kv_cache_arrangement, device)
+
+    @property
+    def index_pages(self) -> list[torch.Tensor]:
+        """Index keys of each layer that has them, `[pages, bytes]` uint8; none without sparse attention."""
+        return []
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of index keys of a page, over all layers."""
+        return sum(keys.shape[1] for keys in self.index_pages)
+
     def host_tier_info(self):
         """SGLang's `MLABufferInfo` for any arrangement, for `HierarchicalMLAHostPool`.
 

@@ -86,11 +86,6 @@ class PoolReader:
     def _index_references(
         self, pool: DSATokenToKVPool, layer_ids: LayerIds, page: int
     ) -> list[LayerReference]:
-        if pool.kpool_use_compress:
-            raise TypeError(
-                f"{type(pool).__name__} with compressed index keys keeps a tail per request, which is not "
-                "described"
-            )
         references = []
         ids = mapped(pool.model_layer_ids, layer_ids)
         content = (

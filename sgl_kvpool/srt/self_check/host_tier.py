@@ -71,12 +71,15 @@ class _TierCheck:
         self._former: list[tuple[PageBytes, torch.Tensor]] = []
         self._host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # slots, own pages, bytes
         self._sent: list[torch.Tensor] = []
+        self._sent_keys: list[torch.Tensor] = []
+        self._loaded: list[tuple[PageBytes, PageBytes]] = []
 
     def fill(self) -> None:
-        """Write rows into free pages of the device."""
+        """Write rows and index keys into free pages of the device."""
         slots = self._allocator.alloc(self.pages * self._tier.logical_page_size)
         self._taken.append(slots)
-        for pool, pages in zip(self._pools, self._kept(slots), strict=True):
+        generator = torch.Generator().manual_seed(2)
+        for pool, (pages, keys) in zip(self._pools, self._kept(slots), strict=True):
             scales = [pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num)]
             fmt, shape = pool.row_format, (self.pages, pool.page_size, pool.row_format.row_bytes)
             rows = {scale: encoded(random_values(_ROWS, fmt, seed=1), fmt, scale) for scale in set(scales)}
@@ -84,6 +87,10 @@ class _TierCheck:
             sent = torch.stack(layers) if layers else torch.empty((0, *shape), dtype=torch.uint8)
             pages.write(sent)
             self._sent.append(sent)
+            self._sent_keys.append(
+                torch.randint(256, keys.read().shape, dtype=torch.uint8, generator=generator)
+            )
+            keys.write(self._sent_keys[-1])
 
     def back_up(self) -> None:
         """Back up all pages by SGLang's controller; each of the ranks that share a tier stores its own."""
@@ -114,6 +121,12 @@ class _TierCheck:
                 f"layer {layer} of {len(found)}, token {token} of host page {pages[page]}"
             ),
         )
+        require_same_bytes(
+            tier.index_keys[pages],
+            torch.cat([keys.transpose(0, 1).flatten(1) for keys in self._sent_keys], dim=1),
+            "index keys in the host tier",
+            lambda page: f"host page {pages[page]}",
+        )
 
     def load(self) -> None:
         """Load the pages into other device pages by SGLang's controller, layer by layer."""
@@ -123,20 +136,22 @@ class _TierCheck:
         if slots is None:
             raise Difference("the host tier: SGLang's controller refused a load, see the log")
         self._taken.append(slots)
-        self._kept(slots)
+        self._loaded = self._kept(slots)
         controller.start_loading()
         controller.ack_load_queue.pop().finish_event.synchronize()
 
     def compare_device(self) -> None:
         """Compare loaded rows with the sent rows, or with the codec's result if the host's layout differs."""
-        loaded = self._former[len(self._pools) :]
-        for pool, (pages, _), sent in zip(self._pools, loaded, self._in_device_layout(), strict=True):
-            require_same_bytes(
-                pages.read(),
-                sent,
-                f"rows of {pool.row_format.layout} loaded from the host tier",
-                lambda layer, page, token: f"layer {layer}, token {token} of page {page} of the transfer",
-            )
+        expected = zip(self._in_device_layout(), self._sent_keys, strict=True)
+        for pool, both, sent in zip(self._pools, self._loaded, expected, strict=True):
+            names = f"rows of {pool.row_format.layout}", "index keys"
+            for pages, wanted, name in zip(both, sent, names, strict=True):
+                require_same_bytes(
+                    pages.read(),
+                    wanted,
+                    f"{name} loaded from the host tier",
+                    lambda layer, page, token: f"layer {layer}, token {token} of page {page} of the transfer",
+                )
 
     def restore(self) -> None:
         for pages, former in self._former:
@@ -148,11 +163,11 @@ class _TierCheck:
             self._tier.kv_buffer[own] = former
             self._controller.mem_pool_host.free(host)
 
-    def _kept(self, slots: torch.Tensor) -> list[PageBytes]:
-        """The pages of device slots in every pool; their bytes are kept for `restore`."""
+    def _kept(self, slots: torch.Tensor) -> list[tuple[PageBytes, PageBytes]]:
+        """Rows and index keys of device slots in every pool; their bytes are kept for `restore`."""
         numbers = pages_of(slots.cpu(), self._tier.logical_page_size).tolist()
-        pages = [PageBytes(pool, numbers) for pool in self._pools]
-        self._former += [(one, one.read()) for one in pages]
+        pages = [(PageBytes(pool, numbers), PageBytes.of_index_keys(pool, numbers)) for pool in self._pools]
+        self._former += [(one, one.read()) for both in pages for one in both]
         return pages
 
     def _order(self, layer: int) -> torch.Tensor:

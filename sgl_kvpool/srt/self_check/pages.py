@@ -34,6 +34,14 @@ class PageBytes:
         self._index = torch.tensor(self.pages, device=pool.device)
         self._shape = (len(self.pages), pool.page_size, pool.row_format.row_bytes)
 
+    @classmethod
+    def of_index_keys(cls, pool: LayoutMLATokenToKVPool, pages: Sequence[int]) -> PageBytes:
+        """Some pages of index keys, `[layers with keys, pages, 1, bytes]`."""
+        self = cls(pool, pages)
+        self._views = pool.index_pages
+        self._shape = (len(self.pages), 1, self._views[0].shape[1] if self._views else 0)
+        return self
+
     def read(self) -> torch.Tensor:
         """`[layers, pages, page_size, row_bytes]` uint8, a copy on the CPU."""
         layers = [view[self._index].cpu().view(self._shape) for view in self._views]

@@ -32,18 +32,12 @@ def test_rows(layout, host, page_size, size_gb):
     assert found.total_bytes == tier.kv_buffer.nbytes
 
 
-def test_index_keys_come_on_top():
-    """SGLang sizes the rows, and keeps index keys for as many tokens."""
+def test_index_keys_are_part_of_a_page():
     pool = dsa_pool("fp4")
-    token_bytes = stride_bytes(pool.layer_num, 64, 416) // 64
-    held = HostBytes(
-        token_bytes=token_bytes,
-        index_bytes=pool.layer_num * INDEX_BYTES,
-        device_tokens=pool.size,
-    )
-    found = host_tokens(held, 0.002, 64)
-    assert found.tokens == tier_of(pool, 0.002, 64).size
-    assert found.total_bytes == found.tokens * (token_bytes + pool.layer_num * INDEX_BYTES)
+    token_bytes = stride_bytes(pool.layer_num, 64, 416 + INDEX_BYTES) // 64
+    held = HostBytes(token_bytes=token_bytes, index_bytes=0, device_tokens=pool.size)
+    found, tier = host_tokens(held, 0.002, 64), tier_of(pool, 0.002, 64)
+    assert (found.tokens, found.total_bytes) == (tier.size, tier.kv_buffer.nbytes)
 
 
 @pytest.mark.parametrize("size_gb", [0.0011, 0.004])

@@ -32,9 +32,9 @@ def page_memory(tier):
     return raw.reshape(tier.page_num, -1)
 
 
-def stride_bytes(layers, page_size, row_bytes):
+def stride_bytes(layers, page_size, row_bytes, key_bytes=0):
     """Bytes from one page to the next by docs/transfer.md: a multiple of 4096 if that adds at most 3 %."""
-    rows_bytes = layers * page_size * row_bytes
+    rows_bytes = layers * page_size * row_bytes + key_bytes
 
     def up(multiple):
         return -(-(rows_bytes + 16) // multiple) * multiple

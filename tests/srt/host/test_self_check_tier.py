@@ -60,8 +60,10 @@ def test_pages_of_a_narrower_layout(controller_of, layout, host):
     left.check(check_tier(controller, alone))
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [("hybrid", 4), ("hybrid DSA", 64)])
-def test_hybrid_models(model_of, kind, page_size):
+@pytest.mark.parametrize(
+    ("kind", "page_size"), [("hybrid", 4), ("hybrid DSA", 64), ("DSA, packed draft", 64)]
+)
+def test_hybrid_and_sparse_models(model_of, kind, page_size):
     from sgl_kvpool.srt.self_check import check_rows, check_tier
 
     model = model_of(kind, page_size=page_size)
@@ -104,6 +106,14 @@ def test_a_backup_that_changes_a_byte(controller_of, monkeypatch):
     assert "rows of fp8 in the host tier: byte 5 of layer 0 of 3, token 0" in difference(controller)
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+def test_index_keys_of_the_target_or_the_draft_that_are_not_loaded(model_of, layer, monkeypatch):
+    controller = model_of("DSA, packed draft", page_size=64).controller
+    channel = tier_of(controller)._channels.to_device[2 + layer // 2]  # behind those of both pools' rows
+    monkeypatch.setattr(channel, "run", lambda *args: None)
+    assert "index keys loaded from the host tier: byte 0 of layer 0" in difference(controller)
+
+
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_a_load_of_other_pages(controller_of, host, monkeypatch):
     from sgl_kvpool.transfer.host_options import HostTierOptions
@@ -125,9 +135,9 @@ def test_a_conversion_with_k_scales_of_other_layers(controller_of, monkeypatch):
 
     build = rows.build_channels
 
-    def reversed_scales(pages, views, places, page_size, device_rows, host_rows, k_scales, request):
+    def reversed_scales(pages, views, places, page_size, device_rows, host_rows, k_scales, *rest):
         scales = [one[::-1] for one in k_scales]
-        return build(pages, views, places, page_size, device_rows, host_rows, scales, request)
+        return build(pages, views, places, page_size, device_rows, host_rows, scales, *rest)
 
     monkeypatch.setattr(rows, "build_channels", reversed_scales)
     pool = device_pool(

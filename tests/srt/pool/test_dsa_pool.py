@@ -10,7 +10,7 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from pool_kinds import KINDS, SHARED, Pool
+from pool_kinds import SHARED, Pool
 from pools import (
     DSA_CASES,
     DSA_DTYPES,
@@ -209,7 +209,7 @@ every_sparse_pool = pytest.mark.parametrize(
 
 @every_sparse_pool
 def test_index_pages_and_host_pools_are_declared(kind, layout):
-    """As in SGLang's class: rows, whose host pool is ours, and index keys, whose host pool is SGLang's."""
+    """As in SGLang's class: rows, and index keys unless pages of our host tier hold both."""
     pool = Pool(kind, layout).pool
     inner = getattr(pool, "full_kv_pool", pool)
     lengths = [0 if skipped else 3 for skipped in SHARED]
@@ -218,14 +218,17 @@ def test_index_pages_and_host_pools_are_declared(kind, layout):
     assert pointers == [tensor.data_ptr() for tensor in inner.index_k_with_scale_buffer]
     assert sizes == [pages * INDEX_PAGE_BYTES for pages in lengths]
     assert page_sizes == [INDEX_PAGE_BYTES if pages else 0 for pages in lengths]
-    kv, indexer = pool.host_pool_decls()
+    (kv,) = pool.host_pool_decls()
     assert (kv.pool_name.value, kv.is_primary, kv.device_pool) == ("kv", True, inner)
-    assert (indexer.pool_name.value, indexer.is_primary, indexer.device_pool) == ("indexer", False, inner)
-    assert indexer.storage_info.bytes_per_token_per_layer == INDEX_BYTES
-    assert indexer.owned_device_layers == (0, 2)
-    make, arguments = KINDS[kind]
-    (alone,) = make(layout, **{**arguments, "skip_topk_layers": [True] * 3}).host_pool_decls()
-    assert alone.pool_name.value == "kv"
+    # On CUDA, SGLang's own tier serves rows that are not packed.
+    inner.device = "cuda"
+    kv, *beside = pool.host_pool_decls()
+    assert (kv.pool_name.value, kv.device_pool) == ("kv", inner)
+    assert len(beside) == (layout in ("bf16", "fp8"))
+    for indexer in beside:
+        assert (indexer.pool_name.value, indexer.is_primary, indexer.device_pool) == ("indexer", False, inner)
+        assert indexer.storage_info.bytes_per_token_per_layer == INDEX_BYTES
+        assert indexer.owned_device_layers == (0, 2)
 
 
 @every_sparse_pool

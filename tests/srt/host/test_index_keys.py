@@ -1,0 +1,184 @@
+"""Index keys of sparse models in host pages: order of loads, stores, damage, names of pages."""
+
+import numpy as np
+import pytest
+from direct_stores import GOT, KEYS, PUT, MemoryStore, filled, flipped, get, put
+from host_tier import backup, host_pool, load, page_memory, slots, tier_of
+from pools import GUARD, dsa_pool, everything
+from test_controller import Broken, torch_too
+from test_every_model import family
+from test_hybrid_stores import fetch, files, stored
+
+pytestmark = pytest.mark.usefixtures("no_reserve", "published")
+PAGE, KEY_BYTES = 64, 64 * 132
+#: GLM-5.2's pattern: layers that select tokens (False), and layers that use the list of the layer before.
+SKIPPED = [False, False, False, True, True, True, False]
+
+
+def sparse(layout="fp4", layers=7, pages=6, **extra):
+    skipped = {"skip_topk_layers": SKIPPED} if layers == 7 else {}
+    return dsa_pool(layout, start_layer=0, layer_num=layers, size=pages * PAGE, **skipped, **extra)
+
+
+def parts_of(target, draft):
+    """All device bytes by (part, layer), the draft's layer as layer 7."""
+    return everything(target) | {(part, 7): data for (part, _), data in everything(draft).items()}
+
+
+@pytest.mark.parametrize("label", ["page_first", "page_first_direct"])
+def test_a_layer_arrives_with_its_index_keys(label):
+    """SGLang's event of a layer covers both; after call l exactly the bytes of layer l have changed."""
+    target, draft = sparse(), sparse(layers=1)
+    tier, parts = host_pool(target, label, draft_pools=[draft]), parts_of(target, draft)
+    keyed = [layer for layer in range(8) if len(parts["index", layer])]
+    assert keyed == [0, 1, 2, 6, 7]
+    for place, data in enumerate(parts.values()):
+        data[...] = place + 1
+    assert tier.page_bytes == 8 * PAGE * 416 + 5 * KEY_BYTES
+    backup(tier, [0, 2], [3, 5])
+    memory = page_memory(tier)[[0, 2]]
+    keys = memory[:, 8 * PAGE * 416 : tier.page_bytes].reshape(2, 5, KEY_BYTES)
+    places = [*parts]
+    assert (keys == [[places.index(("index", layer)) + 1] for layer in keyed]).all()
+    assert (page_memory(tier)[[1, 3]] == GUARD).all()
+    for data in parts.values():
+        data[...] = GUARD
+    for layer in range(8):
+        tier.load_to_device_per_layer(
+            None, slots([2, 0], PAGE), slots([1, 4], PAGE), layer, "kernel", is_draft=layer == 7
+        )
+        for place, (name, data) in enumerate(parts.items()):
+            arrived = name[1] <= layer
+            for page in range(len(data)):
+                expected = place + 1 if arrived and page in (1, 4) else GUARD
+                assert (data[page] == expected).all(), (layer, name, page)
+
+
+@pytest.mark.parametrize(("layout", "host"), [("bf16", "same"), ("bf16", "fp4"), ("fp4", "same")])
+def test_a_page_has_all_bytes_of_the_pool(layout, host):
+    from sgl_kvpool.srt.pool.regions import canonical_view
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    pool = sparse(layout, host_tier=HostTierOptions(layout=host))
+    (group,) = canonical_view(pool).groups
+    narrower = 7 * PAGE * (1152 - 416) if host == "fp4" else 0
+    assert host_pool(pool).page_bytes == group.bytes_per_page - narrower
+
+
+@pytest.mark.parametrize("layer", [0, 2], ids=["target", "draft"])
+def test_a_flipped_bit_in_a_file_ends_the_prefix(model_of, store, failures, layer):
+    kind = "DSA, packed draft"
+    _, one, _, other = family(PAGE)
+    first = model_of(kind, page_size=PAGE, pages=16, store=store)
+    rows_bytes = first.tier.layer_num * PAGE * 416
+    stored(first, one)
+    second = files(store, False)[1]
+    second.write_bytes(flipped(second.read_bytes(), rows_bytes + layer * KEY_BYTES + 8191))
+    again = model_of(kind, page_size=PAGE, pages=16, store=store)
+    fetch(again, one)
+    assert again.check(one) == PAGE
+    assert failures() == {"page_checksum": 1}
+    again.put(other)
+    again.evict()
+    assert again.check(other) == len(other)
+
+
+def direct(controller_of, store=None):
+    controller = controller_of(sparse(pages=9))
+    tier = tier_of(controller)
+    controller.storage_backend, controller.storage_host_pool = store or MemoryStore(tier), tier
+    controller.storage_backend.tier = tier
+    return controller
+
+
+def test_a_flipped_bit_in_a_store_without_copies(controller_of, failures):
+    first = direct(controller_of)
+    was = filled(tier_of(first))
+    assert put(first)
+    store = first.storage_backend
+    again = direct(controller_of, store)
+    hits, memory = get(again)
+    assert hits == 4
+    assert np.array_equal(memory[GOT][:, :-16], was[PUT][:, :-16])
+    store.pages[KEYS[2]] = flipped(store.pages[KEYS[2]], 7 * PAGE * 416 + 3 * KEY_BYTES + 1)
+    assert get(again)[0] == 2
+    assert failures() == {"page_checksum": 1}
+    for each in (first, again):
+        each.storage_backend = None
+
+
+def test_a_backup_without_index_keys_is_lost(model_of, store, failures, monkeypatch):
+    """Rows arrived, keys did not: the page is neither loaded nor stored."""
+    model = model_of("DSA", page_size=PAGE, pages=16, store=store)
+    (keys,) = model.tier._channels.to_host[1:]
+    monkeypatch.setattr(keys, "engine", Broken(keys.plan))
+    torch_too([keys], monkeypatch)
+    _, one, _, _ = family(PAGE)
+    stored(model, one)
+    model.evict()
+    assert model.check(one) == 0
+    assert failures() == {"backup": 1, "backup_lost": 1, "load_pages": 1, "page_write": 1}
+    assert files(store, False) == []
+
+
+def test_index_keys_of_a_draft_with_a_tier_of_its_own_have_room(monkeypatch):
+    """SGLang allocates them behind our pool; its error would name no argument."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    from sgl_kvpool.srt.host.memory import HostTierTooLarge
+
+    tokens = 10 * PAGE
+    arguments = {"with_checksum": False, "host_token_capacity": tokens}
+    monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: tokens * (416 + 132))
+    assert host_pool(sparse(layers=1), **arguments).page_bytes == PAGE * 416
+    monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: tokens * (416 + 132) - 1)
+    with pytest.raises(
+        HostTierTooLarge, match=f"for {tokens} tokens .*smaller --hicache-ratio or --hicache-"
+    ):
+        host_pool(sparse(layers=1), **arguments)
+
+
+def test_names_of_pages(monkeypatch):
+    """Dense pages keep their names; others have the layers with keys and whether SGLang rotated the keys."""
+    from sglang.srt.environ import envs
+
+    from sgl_kvpool.srt.host import storage_mixin
+
+    dense = "fp4-r512-p64-b416-v1-host_fp4-l0.7.0-t64-s2"
+    found = [host_pool(sparse()).storage_format_tag]
+    monkeypatch.setattr(storage_mixin, "is_cuda", lambda: True)
+    found.append(host_pool(sparse()).storage_format_tag)
+    with envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.override(True):
+        assert host_pool(sparse()).storage_format_tag == found[0]
+    found.append(host_pool(dsa_pool("fp4", start_layer=0, layer_num=7, skip_topk_layers=SKIPPED[::-1])))
+    found[-1] = found[-1].storage_format_tag
+    assert len({*found}) == 3
+    assert all(tag.startswith(f"{dense}-i4x8448.") for tag in found)
+    assert (
+        host_pool(dsa_pool("fp4", start_layer=0, layer_num=7, skip_topk_layers=[True] * 7)).storage_format_tag
+        == dense
+    )
+
+
+@pytest.mark.parametrize("host", ["same", "fp4"])
+def test_pooled_index_keys(host):
+    """GLM-5.3-Flash: a page of 256 tokens has 64 keys; tails of requests stay on the device."""
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    pool = dsa_pool(
+        "bf16", start_layer=0, layer_num=2, page_size=256, size=1024, index_kpool=4,
+        index_kpool_compress=True, max_running_requests=2, host_tier=HostTierOptions(layout=host),
+    )  # fmt: skip
+    tier, parts = host_pool(pool), everything(pool)
+    generator = np.random.default_rng(5)
+    for name, data in parts.items():
+        if name[0] == "index":
+            data[...] = generator.integers(0, 256, data.shape)
+    was = {name: data.copy() for name, data in parts.items()}
+    backup(tier, [1], [3])
+    for data in parts.values():
+        data[...] = GUARD
+    load(tier, [1], [2], layers=range(2))
+    for name in [("index", 0), ("index", 1)]:
+        assert np.array_equal(parts[name][2], was[name][3])
+        assert (np.delete(parts[name], 2, axis=0) == GUARD).all()
