@@ -32,6 +32,19 @@ def test_tensors_of_two_devices_are_refused():
 
 
 @pytest.mark.parametrize(
+    "make",
+    [torch.tensor, torch.as_tensor, lambda x, **options: torch.full((), x, **options)],
+)
+def test_values_become_tensors_of_the_default_device(make):
+    with torch.device("cuda"):
+        assert make(2.0).is_cuda
+        assert not make(2.0, device="cpu").is_cuda
+        with torch.device("cpu"):
+            assert not make(2.0).is_cuda
+    assert not make(2.0).is_cuda
+
+
+@pytest.mark.parametrize(
     "wait",
     [
         lambda x: x.sum().item(),
