@@ -31,6 +31,11 @@ def test_tensors_of_two_devices_are_refused():
         torch.ones(3, device="cuda").numpy()
 
 
+def test_a_number_is_copied_into_a_tensor():
+    """As SGLang's loader copies k_scales."""
+    assert torch.zeros((), device="cuda").copy_(2.5).item() == 2.5
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.tensor, torch.as_tensor, lambda x, **options: torch.full((), x, **options)],
