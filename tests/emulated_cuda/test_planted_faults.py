@@ -1,14 +1,18 @@
-"""Faults, each planted in a running server (`planted`), are noticed by what a checkpoint copies.
+"""Six faults, each planted in a running server (`planted`), are noticed by what answers are compared with.
 
-Prompts of `copying_deepseek` have the lengths at which a fault changes what is copied.
+That is transformers with random weights, within the bounds of test_models.py, or what a checkpoint copies
+(`copying_deepseek`), with prompts of the lengths at which a fault changes what is copied.
 """
 
 import json
 
 import copying_deepseek
 import pytest
+import torch
 
+from emulated_cuda import test_models
 from emulated_cuda.model_engine import tokens
+from emulated_cuda.test_models import checkpoint, oracle  # noqa: F401 (fixtures)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
@@ -30,7 +34,59 @@ def ask(on_device):
     return get
 
 
+# ------------------------------------------------------------------------- distances from transformers
+
+RANDOM = test_models.MODELS["v3-fp8"]
+CHUNK, SHARED, LENGTH = 128, 192, 200
+#: A pool of a prompt and what pushes it out to the host, but for a page.
+TIER = {
+    "enable_hierarchical_cache": True, "hicache_ratio": 4, "hicache_write_policy": "write_through",
+    "kv_cache_arrangement": "page_major", "max_total_tokens": 448, "chunked_prefill_size": CHUNK,
+}  # fmt: skip
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
+FIRST_PROMPT, OTHER = tokens(0, LENGTH), tokens(1, LENGTH)
+#: Name of an answer -> its fault, and its prompt with the first token whose log-probability is asked for.
+ASKED = {
+    "computed": (None, FIRST_PROMPT, 0),
+    "host hit": (None, FIRST_PROMPT[:SHARED] + tokens(2, 40), SHARED),
+    "host row": ("host row", FIRST_PROMPT[:SHARED] + tokens(3, 40), SHARED),
+    "k_scale": ("k_scale", OTHER, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def distances(ask, oracle, checkpoint):  # noqa: F811
+    """By name of an answer: distance of a prompt and its answer from transformers, and that of bfloat16."""
+    questions = []
+    for seed, (name, (fault, ids, first)) in enumerate(ASKED.items()):
+        if first:
+            questions.append((None, "", tokens(100 + seed, 320), 1, -1))
+        questions.append((fault, name, ids, NEW, first))
+    options = {"kv_cache_layout": RANDOM.layout, **RANDOM.options, **TIER}
+    answers = ask(checkpoint(RANDOM.shape, **RANDOM.written), questions, READS_ROWS, **options)
+    cases = []
+    for name, (_, ids, first) in ASKED.items():
+        told = answers[name]["meta_info"]
+        assert told["cached_tokens"] == bool(first) * SHARED
+        assert not first or told["cached_tokens_details"]["host"] > 0
+        cases.append(test_models.case_of(ids, first, answers[name]))
+    found, wanted = {}, oracle(RANDOM, cases, CHUNK)
+    for name, exact, rounded in zip(ASKED, wanted["float32"], wanted["bfloat16"], strict=True):
+        own = torch.cat([test_models.said(answers[name], part) for part in ("input", "output")])
+        found[name] = [test_models.mean_distance([x], [exact]) for x in (own, rounded)]
+        print(f"{name}: %.4f from transformers, bfloat16 %.4f" % tuple(found[name]))
+    return found
+
+
+@pytest.mark.parametrize(("right", "planted"), [("computed", "k_scale"), ("host hit", "host row")])
+def test_distances_from_transformers(right, planted, distances):
+    far, arithmetic = distances[right]
+    assert far < 1.3 * arithmetic
+    far, arithmetic = distances[planted]
+    assert far > 2 * 1.3 * arithmetic
+
+
+# ------------------------------------------------------------------------- what a checkpoint copies
 
 #: Tokens of a chunk; `LAST`: of a prompt whose end looks at the last row of the chunk before, or `FIRST`: at
 #: the first row of all as soon as there is a draft.
