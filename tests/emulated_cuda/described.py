@@ -115,19 +115,23 @@ def _install_tensors() -> None:
     real_tensor, real_as_tensor, real_to = torch.tensor, torch.as_tensor, torch.Tensor.to
     real_tolist = torch.Tensor.tolist
 
-    def tensor(
-        data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **options: Any
-    ) -> torch.Tensor:
-        out = real_tensor(data.cpu() if isinstance(data, CudaTensor) else data, *args, **options)
-        out = out.pin_memory() if pin_memory else out
+    def placed(out: torch.Tensor, device: Any) -> torch.Tensor:
+        """On a device, by default that of the innermost `with torch.device(...)`."""
         if device is None:  # `torch.get_default_device` makes a tensor to find it
             modes = reversed(torch.overrides._get_current_function_mode_stack())
             device = next((mode.device for mode in modes if isinstance(mode, DefaultDevice)), None)
         return out.to(device) if device is not None else out
 
+    def tensor(
+        data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **options: Any
+    ) -> torch.Tensor:
+        out = real_tensor(data.cpu() if isinstance(data, CudaTensor) else data, *args, **options)
+        out = out.pin_memory() if pin_memory else out
+        return placed(out, device)
+
     def as_tensor(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         out = data if isinstance(data, CudaTensor) else real_as_tensor(data, *args, **options)
-        return out.to(device) if device is not None else out
+        return placed(out, device)
 
     def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         other = args[0] if args and isinstance(args[0], torch.Tensor) else options.get("other")

@@ -31,6 +31,24 @@ def test_tensors_of_two_devices_are_refused():
         torch.ones(3, device="cuda").numpy()
 
 
+def test_a_number_is_copied_into_a_tensor():
+    """As SGLang's loader copies k_scales."""
+    assert torch.zeros((), device="cuda").copy_(2.5).item() == 2.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.tensor, torch.as_tensor, lambda x, **options: torch.full((), x, **options)],
+)
+def test_values_become_tensors_of_the_default_device(make):
+    with torch.device("cuda"):
+        assert make(2.0).is_cuda
+        assert not make(2.0, device="cpu").is_cuda
+        with torch.device("cpu"):
+            assert not make(2.0).is_cuda
+    assert not make(2.0).is_cuda
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -24,14 +24,19 @@ _ADDED, _HEAD = 0.3, 0.05
 _DRAFT_CODE, NOISE = 0.2, 0.042
 
 
-def write(folder: Path, shape: str, *, noise: float = NOISE) -> Path:
-    """Write a checkpoint of a shape of `random_deepseek`; returns its folder."""
+def write(
+    folder: Path, shape: str, *, noise: float = NOISE, lists_differ: bool = False, **shape_changes
+) -> Path:
+    """Write a checkpoint of a shape of `random_deepseek`, which may be changed; returns its folder.
+
+    `lists_differ`: the first layer's indexer leaves the position out, the other layers outvote it.
+    """
     from safetensors.torch import load_file, save_file
 
-    folder = random_deepseek.write(folder, shape)
+    folder = random_deepseek.write(folder, shape, **shape_changes)
     [path] = folder.glob("*.safetensors")
     weights = load_file(path)
-    config = random_deepseek.config_of(shape)
+    config = random_deepseek.config_of(shape, **shape_changes)
     draw = torch.Generator().manual_seed(11)
     codes = torch.randint(0, 2, (random_deepseek.VOCAB, CODE), generator=draw).float() * 2 - 1
     embedding = torch.zeros(len(codes), config.hidden_size)
@@ -45,6 +50,8 @@ def write(folder: Path, shape: str, *, noise: float = NOISE) -> Path:
         changed |= {f"{prefix}self_attn.{name}": w for name, w in _attention(config).items()}
         if shape in random_deepseek.SPARSE:
             changed |= {f"{prefix}self_attn.indexer.{name}": w for name, w in _indexer(config).items()}
+            if lists_differ and layer == 0:
+                changed[f"{prefix}self_attn.indexer.weights_proj.weight"] *= -1
         # Experts add nothing.
         changed |= {n: w * 0 for n, w in weights.items() if n.startswith(prefix) and "down_proj" in n}
     draft = f"model.layers.{random_deepseek.LAYERS}."
