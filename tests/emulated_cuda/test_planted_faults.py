@@ -69,7 +69,7 @@ def distances(ask, oracle, checkpoint):  # noqa: F811
         told = answers[name]["meta_info"]
         assert told["cached_tokens"] == bool(first) * SHARED
         assert not first or told["cached_tokens_details"]["host"] > 0
-        cases.append(test_models.case_of(ids, first, answers[name]))
+        cases.append(test_models.case_of(ids, answers[name]))
     found, wanted = {}, oracle(RANDOM, cases, CHUNK)
     for name, exact, rounded in zip(ASKED, wanted["float32"], wanted["bfloat16"], strict=True):
         own = torch.cat([test_models.said(answers[name], part) for part in ("input", "output")])
