@@ -38,7 +38,7 @@ def test_tables_are_whole():
     assert first_cells("Layouts") == [layout.value for layout in MLAKVCacheLayout]
     assert first_cells("Arguments") == [option.flag for option in OPTIONS]
     assert first_cells("Environment variables") == [*env.FLAGS, *env.CHOICES]
-    assert first_cells("Metrics") == [metric.shown_name for metric in METRICS.values()]
+    assert first_cells("Metrics") == [metric.exported_name for metric in METRICS.values()]
     assert (first_cells("Failures"), first_cells("Uncached pages")) == (list(FAILURES), list(UNCACHED))
     refused = {
         feature.flag
