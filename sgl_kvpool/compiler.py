@@ -51,7 +51,7 @@ def libraries() -> list[Path]:
 
 
 def damaged(library: Path) -> bool:
-    """Whether a library's bytes are others than its name says, or cannot be read: it is gone, for example."""
+    """Whether a library is not a file with the digest that its name contains."""
     try:
         # Only a file is opened: to open a FIFO waits for a writer.
         return not (library.is_file() and library.stem.endswith(f"-{_file_digest(library)}"))

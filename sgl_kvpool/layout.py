@@ -192,8 +192,8 @@ class MLAKVCacheLayout(StrEnum):
 
         What SGLang sees while the layout is in use, or the precision of the latent.
         """
-        shown = {*self._dtypes, _PRECISIONS.get(self.latent.values)}
-        return ("auto", *(alias for name, same in _DTYPE_ALIASES.items() if name in shown for alias in same))
+        dtypes = {*self._dtypes, _PRECISIONS.get(self.latent.values)}
+        return ("auto", *(alias for name, same in _DTYPE_ALIASES.items() if name in dtypes for alias in same))
 
     def pool_row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, is_dsa: bool = False) -> RowFormat:
         """`row_format` with the row padding of a dense MLA pool or of a DSA pool."""

@@ -40,7 +40,7 @@ class Metric:
     gauge_mode: str = ""
 
     @property
-    def shown_name(self) -> str:
+    def exported_name(self) -> str:
         """Name under which `/metrics` has it."""
         return self.name if self.gauge_mode else f"{self.name}_total"
 

@@ -171,7 +171,7 @@ class _TileRunner(Runner):
             partial_elements(fmt, w.queries, w.heads, self.splits), dtype=torch.float32, device=out.device
         )
         params = DecodeParams(
-            q=problem.q[..., :RANK], q_rope=problem.q[..., RANK:], pool=problem.pool,
+            q=problem.q[..., :RANK], q_rope=problem.q[..., RANK:], row_buffer=problem.pool,
             kv_indices=problem.kv_indices[0], kv_lens=problem.kv_lens, list_index=None, fmt=fmt, scale=SCALE,
             k_scale=1.0, queries_per_list=w.queries_per_list, page=problem.page, out=out, lse=lse,
         )  # fmt: skip

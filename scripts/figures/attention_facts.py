@@ -82,13 +82,13 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
     arguments = {
         "q_ptr": torch.zeros(heads, 512, dtype=torch.bfloat16),
         "q_rope_ptr": torch.zeros(heads, 64, dtype=torch.bfloat16),
-        "pool_ptr": torch.zeros(rows, fmt.row_bytes, dtype=torch.uint8),
+        "rows_ptr": torch.zeros(rows, fmt.row_bytes, dtype=torch.uint8),
         "kv_indices_ptr": torch.arange(rows, dtype=torch.int32),
         "kv_lens_ptr": torch.tensor([rows], dtype=torch.int32),
         "list_index_ptr": torch.tensor([0], dtype=torch.int32),
         "out_ptr": torch.zeros(heads, 512),
         "lse_ptr": torch.zeros(heads),
-        **dict.fromkeys(["row_count", "bound"], rows),
+        **dict.fromkeys(["row_count", "list_width"], rows),
         **dict.fromkeys(["lists", "splits", "score_scale", "value_scale"], 1),
         **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},  # noqa: PIE800
     }

@@ -48,10 +48,10 @@ def attend_lists(
     lse: torch.Tensor,
     q: torch.Tensor,
     q_rope: torch.Tensor | None,
-    pool: torch.Tensor,
-    entries: torch.Tensor,
+    row_buffer: torch.Tensor,
+    kv_indices: torch.Tensor,
     lists: torch.Tensor,
-    limits: torch.Tensor,
+    kv_lens: torch.Tensor,
     fmt: RowFormat,
     scale: float,
     k_scale: float = 1.0,
@@ -61,9 +61,9 @@ def attend_lists(
 ) -> None:
     """Attention of queries `[T, H, R]` and `[T, H, P]` over lists of rows; results are as of `mla_decode`.
 
-    `lists` `[N, 3]` int64 holds for each list the element of `entries` (int32 or int64, its last stride) with
-    which it begins, its first token and its number of tokens; every token has a list. Token t attends the
-    first `limits[t]` entries (int64) of its list. `q`, `q_rope` (None if P is 0) and `out` are of any
+    `lists` `[N, 3]` int64 holds for each list the element of `kv_indices` (int32 or int64, its last stride)
+    with which it begins, its first token and its number of tokens; every token has a list. Token t attends
+    the first `kv_lens[t]` entries (int64) of its list. `q`, `q_rope` (None if P is 0) and `out` are of any
     float dtype.
     `batch_invariant`: the bits of a list of one token depend on its own entries alone, not on threads either.
     IndexError for a row beyond the pool.
@@ -77,30 +77,30 @@ def attend_lists(
         rope = q[..., :0] if q_rope is None else q_rope
         compiled.attend_rows(
             written, lse, q.detach().to(dtype, memory_format=torch.contiguous_format),
-            rope.detach().to(dtype, memory_format=torch.contiguous_format), pool, entries, lists, limits,
-            row_layout(fmt), scale, k_scale, *page, batch_invariant, torch.get_num_threads(),
+            rope.detach().to(dtype, memory_format=torch.contiguous_format), row_buffer, kv_indices, lists,
+            kv_lens, row_layout(fmt), scale, k_scale, *page, batch_invariant, torch.get_num_threads(),
         )  # fmt: skip
         if written is not out:
             out.copy_(written)
         return
     queries = q.float() if q_rope is None else torch.cat([q, q_rope], -1).float()
-    step = entries.stride(-1)
+    step = kv_indices.stride(-1)
     for first, token, tokens in lists.tolist():
         if not tokens:
             continue
-        own = slice(token, token + tokens)
+        of_list = slice(token, token + tokens)
         results = queries.new_zeros((tokens, *out.shape[1:]))
         sums = queries.new_full((tokens, out.shape[1]), float("-inf"))
-        length = int(limits[own].max())
+        length = int(kv_lens[of_list].max())
         for begin in range(0, length, _CHUNK_ROWS):
-            place = entries.storage_offset() + first + begin * step
-            slots = entries.as_strided((min(_CHUNK_ROWS, length - begin),), (step,), place)
+            place = kv_indices.storage_offset() + first + begin * step
+            slots = kv_indices.as_strided((min(_CHUNK_ROWS, length - begin),), (step,), place)
             rows = rows_of_slots(slots.long().clamp(max=1 << 40), page)  # beyond any pool; products fit
-            kv = gather_rows(pool, rows, fmt, torch.float32, k_scale=k_scale)
-            left = limits[own] - begin
-            part = attend(queries[own], kv, fmt.kv_lora_rank, scale, limits=left, present=rows >= 0)
+            kv = gather_rows(row_buffer, rows, fmt, torch.float32, k_scale=k_scale)
+            left = kv_lens[of_list] - begin
+            part = attend(queries[of_list], kv, fmt.kv_lora_rank, scale, kv_lens=left, present=rows >= 0)
             merge(results, sums, *part)
-        out[own], lse[own] = results.to(out.dtype), sums
+        out[of_list], lse[of_list] = results.to(out.dtype), sums
 
 
 def attend(
@@ -109,12 +109,12 @@ def attend(
     v_dim: int,
     scale: float,
     *,
-    limits: torch.Tensor,
+    kv_lens: torch.Tensor,
     present: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries `[queries, heads, D]` over decoded rows `[rows, D]`, in float32.
 
-    The first `v_dim` values of a row are its V. Query i attends the first `limits[i]` rows (int64; none if
+    The first `v_dim` values of a row are its V. Query i attends the first `kv_lens[i]` rows (int64; none if
     that is 0 or negative), except those whose `present` is False. Returns the result `[queries, heads,
     v_dim]`, 0 for a query without rows, and the natural logarithm of the sum of exponentials `[queries,
     heads]`, -inf for such a query.
@@ -128,8 +128,8 @@ def attend(
     for begin in range(0, queries, block):
         end = min(begin + block, queries)
         scores = torch.matmul(q[begin:end], kv.T).mul_(scale)  # [queries, heads, rows]
-        if int(limits[begin:end].min()) < rows:  # a query of the block does not attend the last row
-            hidden = torch.arange(rows) >= limits[begin:end, None]  # [queries, rows]
+        if int(kv_lens[begin:end].min()) < rows:  # a query of the block does not attend the last row
+            hidden = torch.arange(rows) >= kv_lens[begin:end, None]  # [queries, rows]
             scores.masked_fill_(hidden[:, None, :], float("-inf"))
         if present is not None:
             scores.masked_fill_(~present, float("-inf"))

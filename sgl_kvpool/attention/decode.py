@@ -76,7 +76,7 @@ class DecodeWorkspace:
 
 def mla_decode(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     kv_indices: torch.Tensor,
     kv_lens: torch.Tensor,
     fmt: RowFormat,
@@ -102,8 +102,8 @@ def mla_decode(
 
     `q` [T, H, R + P]: bfloat16 or float16, on a CPU also float32; or [T, H, R] with `q_rope`. All strides
       except the last are free. The kernel multiplies in bfloat16 and rounds float16 queries to it.
-    `pool` [S, fmt.row_bytes], uint8: Any row stride; on CUDA, address and stride are multiples of 16. Only
-      rows in the lists are read.
+    `row_buffer` [S, fmt.row_bytes], uint8: The rows of a layer, with any stride; on CUDA, address and stride
+      are multiples of 16. Only rows in the lists are read.
     `kv_indices` [N, M], int32 or int64: Row numbers, any strides. Negative entries are skipped, at any
       position.
     `kv_lens` [T], int32 or int64: Number of entries of its list that each query attends, clamped to 0..M.
@@ -128,38 +128,39 @@ def mla_decode(
       or a workspace that is too small.
     RuntimeError: on a GPU before Hopper.
     """
-    checks.pool(pool, fmt, "pool")
-    q_nope, q_rope = decode_checks.queries(q, q_rope, pool, fmt)
+    checks.row_buffer(row_buffer, fmt, "row_buffer")
+    q_nope, q_rope = decode_checks.queries(q, q_rope, row_buffer, fmt)
     tokens, heads, rank = q_nope.shape
     groups = decode_checks.tokens_per_list(queries_per_list, tokens)
-    decode_checks.lists(kv_indices, list_index, groups, pool)
-    decode_checks.index(kv_lens, "kv_lens", (tokens,), pool)
+    decode_checks.lists(kv_indices, list_index, groups, row_buffer)
+    decode_checks.index(kv_lens, "kv_lens", (tokens,), row_buffer)
     page = decode_checks.page(page)
     scale = decode_checks.scale(scale)
     k_scale = checks.scale(k_scale, fmt)
     if out is None:
         out = q.new_empty((tokens, heads, rank))
     else:
-        checks.output(out, "out", (tokens, heads, rank), q.dtype, pool)
+        checks.output(out, "out", (tokens, heads, rank), q.dtype, row_buffer)
     if lse is None:
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
     else:
-        checks.output(lse, "lse", (tokens, heads), torch.float32, pool, dense=False)
+        checks.output(lse, "lse", (tokens, heads), torch.float32, row_buffer, dense=False)
 
     params = decode_checks.DecodeParams(
-        q=q_nope, q_rope=q_rope, pool=pool, kv_indices=kv_indices, kv_lens=kv_lens, list_index=list_index,
-        fmt=fmt, scale=scale, k_scale=k_scale, queries_per_list=queries_per_list, page=page, out=out, lse=lse,
+        q=q_nope, q_rope=q_rope, row_buffer=row_buffer, kv_indices=kv_indices, kv_lens=kv_lens,
+        list_index=list_index, fmt=fmt, scale=scale, k_scale=k_scale, queries_per_list=queries_per_list,
+        page=page, out=out, lse=lse,
     )  # fmt: skip
-    if not pool.is_cuda:
+    if not row_buffer.is_cuda:
         _decode_on_cpu(params, batch_invariant)
         return out, lse
 
     from sgl_kvpool.attention.decode_launch import launch  # machines without a GPU may lack Triton
 
-    decode_checks.pool_on_cuda(pool, fmt)
+    decode_checks.rows_on_cuda(row_buffer, fmt)
     split_for, width = INVARIANT_LISTS if batch_invariant else groups, kv_indices.shape[1]
-    config = decode_config(fmt, heads, queries_per_list, split_for, width, sm_count_of(pool.device))
-    partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
+    config = decode_config(fmt, heads, queries_per_list, split_for, width, sm_count_of(row_buffer.device))
+    partial = partial_results(workspace, config, fmt, tokens, heads, row_buffer.device)
     launch(params, partial, config)
     return out, lse
 
@@ -197,11 +198,11 @@ def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) ->
     # numpy makes the lists: with cold caches an operation of torch takes 20 to 80 us, of 3 ms for 65,536 rows
     # and one head.
     p, each = params, params.queries_per_list
-    limits = p.kv_lens.long().clamp(0, p.kv_indices.shape[1])
+    kv_lens = p.kv_lens.long().clamp(0, p.kv_indices.shape[1])
     count, groups = len(p.kv_indices), np.arange(p.lists)
     chosen = groups if p.list_index is None else p.list_index.numpy().astype(np.int64)
     absent = (chosen < 0) | (chosen >= count)
-    if absent.any() and (absent := absent & limits.numpy().reshape(-1, each).any(1)).any():
+    if absent.any() and (absent := absent & kv_lens.numpy().reshape(-1, each).any(1)).any():
         group = absent.argmax()
         raise IndexError(
             f"list_index[{group}] is {chosen[group]}, kv_indices has {count} lists; pass another"
@@ -209,6 +210,6 @@ def _decode_on_cpu(params: decode_checks.DecodeParams, batch_invariant: bool) ->
     elements = chosen * p.kv_indices.stride(0)
     lists = torch.from_numpy(np.stack([elements, groups * each, np.full_like(groups, each)], axis=1))
     cpu.attend_lists(
-        p.out, p.lse, p.q, p.q_rope, p.pool, p.kv_indices, lists, limits, p.fmt, p.scale, p.k_scale, p.page,
-        batch_invariant=batch_invariant,
+        p.out, p.lse, p.q, p.q_rope, p.row_buffer, p.kv_indices, lists, kv_lens, p.fmt, p.scale, p.k_scale,
+        p.page, batch_invariant=batch_invariant,
     )  # fmt: skip

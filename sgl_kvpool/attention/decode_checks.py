@@ -27,7 +27,7 @@ class DecodeParams:
 
     q: torch.Tensor
     q_rope: torch.Tensor | None
-    pool: torch.Tensor
+    row_buffer: torch.Tensor
     kv_indices: torch.Tensor
     kv_lens: torch.Tensor
     list_index: torch.Tensor | None
@@ -45,18 +45,18 @@ class DecodeParams:
         return len(self.q) // self.queries_per_list
 
 
-def index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.Tensor) -> None:
+def index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], row_buffer: torch.Tensor) -> None:
     """Check a contiguous integer vector."""
     checks.allowed_dtype(tensor, name, _INDEX_DTYPES)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}; pass that many")
     if len(tensor) > 1 and tensor.stride(0) != 1:
         raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; pass .contiguous()")
-    checks.same_device(pool, "pool", tensor, name)
+    checks.same_device(row_buffer, "row_buffer", tensor, name)
 
 
 def queries(
-    q: torch.Tensor, q_rope: torch.Tensor | None, pool: torch.Tensor, fmt: RowFormat
+    q: torch.Tensor, q_rope: torch.Tensor | None, row_buffer: torch.Tensor, fmt: RowFormat
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Views of the queries: latent part [T, H, R], and rotary part [T, H, P] or None if P is 0."""
     rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
@@ -76,7 +76,7 @@ def queries(
                 f"{name} has stride {part.stride(2)} between the values of a head, expected 1; pass "
                 ".contiguous()"
             )
-        checks.same_device(pool, "pool", part, name)
+        checks.same_device(row_buffer, "row_buffer", part, name)
     if q.shape[1] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)} with no heads; pass at least one")
     if q_rope is None:
@@ -99,7 +99,9 @@ def tokens_per_list(queries_per_list: int, tokens: int) -> int:
     return tokens // queries_per_list
 
 
-def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int, pool: torch.Tensor) -> None:
+def lists(
+    kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int, row_buffer: torch.Tensor
+) -> None:
     """Check that there are enough lists of rows."""
     checks.allowed_dtype(kv_indices, "kv_indices", _INDEX_DTYPES)
     if kv_indices.dim() != 2:
@@ -107,9 +109,9 @@ def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int
             f"kv_indices has shape {tuple(kv_indices.shape)}, expected (lists, entries); reshape it, or pass "
             "kv_indices[None] for one list"
         )
-    checks.same_device(pool, "pool", kv_indices, "kv_indices")
+    checks.same_device(row_buffer, "row_buffer", kv_indices, "kv_indices")
     if list_index is not None:
-        index(list_index, "list_index", (groups,), pool)
+        index(list_index, "list_index", (groups,), row_buffer)
     elif len(kv_indices) < groups:
         raise ValueError(
             f"kv_indices has {len(kv_indices)} lists for {groups} groups of queries; pass one per group, or "
@@ -141,23 +143,25 @@ def scale(value: float) -> float:
     return value
 
 
-def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
+def rows_on_cuda(row_buffer: torch.Tensor, fmt: RowFormat) -> None:
     """Check the kernel's requirements on rows and device."""
-    if (problem := gpu_problem(torch.cuda.get_device_capability(pool.device))) is not None:
-        raise RuntimeError(f"mla_decode {problem} ({pool.device}); serve with a stock attention backend")
-    kernel_limits(pool, fmt)
+    if (problem := gpu_problem(torch.cuda.get_device_capability(row_buffer.device))) is not None:
+        device = row_buffer.device
+        raise RuntimeError(f"mla_decode {problem} ({device}); serve with a stock attention backend")
+    kernel_limits(row_buffer, fmt)
 
 
-def kernel_limits(pool: torch.Tensor, fmt: RowFormat) -> None:
-    """Check the kernel's requirements on rows; the pool may be on any device."""
+def kernel_limits(row_buffer: torch.Tensor, fmt: RowFormat) -> None:
+    """Check the kernel's requirements on rows, which may be on any device."""
     if fmt.kv_lora_rank > MAX_LATENT_RANK:
         raise ValueError(
             f"kv_lora_rank={fmt.kv_lora_rank}; the CUDA kernel's accumulators hold {MAX_LATENT_RANK} values, "
             "serve such a model without --kv-cache-layout"
         )
     step = _ROW_ALIGNMENT_BYTES
-    if pool.data_ptr() % step or pool.stride(0) % step:
+    if row_buffer.data_ptr() % step or row_buffer.stride(0) % step:
         raise ValueError(
-            f"pool at address {pool.data_ptr():#x} with a row stride of {pool.stride(0)} bytes; on CUDA both "
-            f"have to be multiples of {step}, build the RowFormat with align_bytes={step} and align the pool"
+            f"row_buffer at address {row_buffer.data_ptr():#x} with a row stride of {row_buffer.stride(0)} "
+            f"bytes; on CUDA both have to be multiples of {step}, build the RowFormat with "
+            f"align_bytes={step} and align the pool"
         )

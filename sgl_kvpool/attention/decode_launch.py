@@ -118,15 +118,15 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
     unused without splits.
     """
     if len(params.out):
-        with codec_triton.launching_on(params.pool):
+        with codec_triton.launching_on(params.row_buffer):
             _launch(params, partial, config)
 
 
 def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -> None:
-    p, pool = params, params.pool
+    p, row_buffer = params, params.row_buffer
     out, lse, fmt = p.out, p.lse, p.fmt
     tokens, heads, rank = out.shape
-    native = codec_triton.is_native(pool.device)
+    native = codec_triton.is_native(row_buffer.device)
     splits = config.splits
     query_heads = tokens * heads
     results = partial[: splits * query_heads * rank]
@@ -141,7 +141,7 @@ def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -
     kernel[(p.lists * splits * config.tiles,)](
         p.q,
         p.q_rope,
-        pool,
+        row_buffer,
         p.kv_indices,
         p.kv_lens,
         p.list_index,
@@ -149,7 +149,7 @@ def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -
         lse,
         results,
         results_lse,
-        len(pool),
+        len(row_buffer),
         len(p.kv_indices),
         p.kv_indices.shape[1],
         splits,
@@ -162,7 +162,7 @@ def _launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -
         *lse.stride(),
         p.scale * factor * _LOG2_E,
         factor,
-        ROW_STRIDE=pool.stride(0),
+        ROW_STRIDE=row_buffer.stride(0),
         **constants,
         num_warps=config.tile.warps,
         num_stages=config.tile.stages,

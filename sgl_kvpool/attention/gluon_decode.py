@@ -193,12 +193,12 @@ def _write(
 
 
 @gluon.jit(
-    do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize=["row_count", "lists", "list_width", "splits", "min_blocks", "query_heads"],
     do_not_specialize_on_alignment=UNALIGNED,
 )
 def gluon_decode_kernel(
-    q_ptr, q_rope_ptr, pool_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
-    partial_lse_ptr, row_count, lists, bound, splits, min_blocks, query_heads,
+    q_ptr, q_rope_ptr, rows_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
+    partial_lse_ptr, row_count, lists, list_width, splits, min_blocks, query_heads,
     q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride,
     kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
@@ -216,8 +216,9 @@ def gluon_decode_kernel(
     PER_HEAD: gl.constexpr = gl.SliceLayout(0, S)
     tile, split, group = place_of(gl.program_id(0), splits, TILES, SPLIT)
     list_index, length, begin, end = rows_of_part(
-        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
-    )
+        kv_lens_ptr, list_index_ptr, lists, list_width, splits, min_blocks, split, group,
+        QUERIES, BLOCK, SPLIT,
+    )  # fmt: skip
     if SPLIT:
         if begin >= length:
             return  # an empty split, which the merge skips
@@ -244,7 +245,7 @@ def gluon_decode_kernel(
     numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE))
     entries = load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, WARPS)
     _barrier()
-    copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
+    copy_rows(rows_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
     async_copy.commit_group()
     load_queries(
         queries, rope_queries, q_ptr, q_rope_ptr, q_token_stride, q_head_stride, q_rope_token_stride,
@@ -253,7 +254,7 @@ def gluon_decode_kernel(
     if QUERIES > 1:
         limits = gl.allocate_shared_memory(gl.int32, [BLOCK_H], numbers.layout)
         token, _, _ = heads_of_tile(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
-        limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, bound), length))
+        limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, list_width), length))
 
     accumulators = ()
     for _ in gl.static_range(R // 128):
@@ -267,7 +268,7 @@ def gluon_decode_kernel(
         fence_async_shared()  # the queries
     for start in range(begin, stop, BLOCK):
         present = numbers.load(gl.SliceLayout(1, S))
-        parts = load_register_parts(pool_ptr, present, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, REG_PARTS, WARPS)
+        parts = load_register_parts(rows_ptr, present, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, REG_PARTS, WARPS)
         live = (present >= 0)[:, None]
         async_copy.wait_group(0)
         if COPIED_OPERAND:
@@ -280,7 +281,7 @@ def gluon_decode_kernel(
         )
         _barrier()  # all warps have read the copied rows
         if start + BLOCK < end:
-            copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
+            copy_rows(rows_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, REG_PARTS, WARPS)
         async_copy.commit_group()
 
         if QUERIES > 1:

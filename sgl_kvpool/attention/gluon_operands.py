@@ -149,16 +149,16 @@ def allocate_raw(
 
 
 @gluon.jit
-def row_starts(pool, numbers, ROW_STRIDE: gl.constexpr):
+def row_starts(rows_ptr, numbers, ROW_STRIDE: gl.constexpr):
     """Pointers to the rows of `numbers` [rows, 1], and a mask of the valid numbers."""
     live = numbers >= 0
-    rows = pool + gl.maximum(numbers, 0).to(gl.int64) * ROW_STRIDE
+    rows = rows_ptr + gl.maximum(numbers, 0).to(gl.int64) * ROW_STRIDE
     return rows.expand_dims(1), live.expand_dims(1)
 
 
 @gluon.jit
 def copy_rows(
-    pool, raw, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
+    rows_ptr, raw, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
     SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, REG_PARTS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -168,7 +168,7 @@ def copy_rows(
     """
     words, scales, rope, numbers = raw
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-    rows, live = row_starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
+    rows, live = row_starts(rows_ptr, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
     column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
     at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
     for c in gl.static_range(copied_words(R, NOPE, REG_PARTS)):
@@ -184,7 +184,7 @@ def copy_rows(
         async_copy.async_copy_global_to_shared(rope, at + ROPE_AT // 4, mask=live)
     if SCALE != "":
         SCALES: gl.constexpr = _copy_scales_layout(WARPS, SCALE)
-        rows, live = row_starts(pool, numbers.load(gl.SliceLayout(1, SCALES)), ROW_STRIDE)
+        rows, live = row_starts(rows_ptr, numbers.load(gl.SliceLayout(1, SCALES)), ROW_STRIDE)
         start = (rows + SCALE_AT).to(gl.pointer_type(scales.dtype))
         column = gl.arange(0, scales.shape[1], gl.SliceLayout(0, SCALES))[None, :]
         async_copy.async_copy_global_to_shared(scales, gl.multiple_of(start + column, [16, 16]), mask=live)
@@ -192,7 +192,7 @@ def copy_rows(
 
 @gluon.jit
 def load_register_parts(
-    pool, numbers, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr,
+    rows_ptr, numbers, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr,
     ROPE_AT: gl.constexpr, REG_PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Load the parts of rows that are not copied to shared memory, int32 [rows, 16] each: words of the
@@ -204,7 +204,7 @@ def load_register_parts(
     if REG_PARTS > 0:
         WORDS: gl.constexpr = words_layout(WARPS)
         rows, live = row_starts(
-            pool, gl.convert_layout(numbers, gl.SliceLayout(1, WORDS), assert_trivial=True), ROW_STRIDE
+            rows_ptr, gl.convert_layout(numbers, gl.SliceLayout(1, WORDS), assert_trivial=True), ROW_STRIDE
         )
         column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
         at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])

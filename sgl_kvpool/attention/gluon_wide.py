@@ -171,12 +171,12 @@ def _values_role(
 
 
 @gluon.jit(
-    do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize=["row_count", "lists", "list_width", "splits", "min_blocks", "query_heads"],
     do_not_specialize_on_alignment=UNALIGNED,
 )
 def gluon_wide_decode_kernel(
-    q_ptr, q_rope_ptr, pool_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
-    partial_lse_ptr, row_count, lists, bound, splits, min_blocks, query_heads,
+    q_ptr, q_rope_ptr, rows_ptr, kv_indices_ptr, kv_lens_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
+    partial_lse_ptr, row_count, lists, list_width, splits, min_blocks, query_heads,
     q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride,
     kv_indices_list_stride, kv_indices_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
@@ -193,7 +193,7 @@ def gluon_wide_decode_kernel(
     TILES: gl.constexpr = (QUERIES * HEADS + _TILE - 1) // _TILE
     tile, split, group = place_of(gl.program_id(0), splits, TILES, True)
     list_index, length, begin, end = rows_of_part(
-        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, ROWS, True
+        kv_lens_ptr, list_index_ptr, lists, list_width, splits, min_blocks, split, group, QUERIES, ROWS, True
     )
     if begin >= length and splits > 1:
         return  # an empty split, which the merge skips
@@ -228,7 +228,7 @@ def gluon_wide_decode_kernel(
     if QUERIES > 1:
         PER_HEAD: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS, WARPS))
         token, _, _ = heads_of_tile(tile, group, HEADS, QUERIES, _TILE, PER_HEAD)
-        limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, bound), length))
+        limits.store(gl.minimum(row_count_of(kv_lens_ptr, token, list_width), length))
     fence_async_shared()
     bars = (full, empty, p_full, p_empty)
     # Registers of a thread: 160 in the values' warps, the least that ptxas takes, and what is left of 504 in
@@ -246,7 +246,7 @@ def gluon_wide_decode_kernel(
             out_token_stride, out_head_stride, R, NOPE, HEADS, QUERIES, TILES,
         )),
         (decoder_role, (
-            pool_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride,
+            rows_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride,
             row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT,
         )),
     ], [WARPS, WARPS], [160, DECODER_REGISTERS])  # fmt: skip

@@ -38,9 +38,9 @@ def _entries(kv_indices, start, end, kv_indices_stride):
 
 
 @gluon.jit
-def _load_words(pool, numbers, AT: gl.constexpr, ROW_STRIDE: gl.constexpr):
+def _load_words(rows_ptr, numbers, AT: gl.constexpr, ROW_STRIDE: gl.constexpr):
     """64 bytes of every row from byte AT, int32 [rows, 16]; zeros where the number is -1."""
-    rows, live = row_starts(pool, numbers, ROW_STRIDE)
+    rows, live = row_starts(rows_ptr, numbers, ROW_STRIDE)
     column = gl.arange(0, 16, gl.SliceLayout(0, words_layout(WARPS)))[None, :]
     at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
     return gl.load(at + AT // 4, mask=live, other=0)
@@ -54,32 +54,34 @@ def _quarters_layout():
 
 
 @gluon.jit
-def _load_quarters(pool, numbers, AT: gl.constexpr, dtype: gl.constexpr, ROW_STRIDE: gl.constexpr):
+def _load_quarters(rows_ptr, numbers, AT: gl.constexpr, dtype: gl.constexpr, ROW_STRIDE: gl.constexpr):
     """Four numbers of every row from byte AT, `dtype` [rows, 4]."""
     L: gl.constexpr = _quarters_layout()
     of_scales = gl.convert_layout(numbers, gl.SliceLayout(1, L), assert_trivial=True)
-    rows, live = row_starts(pool, of_scales, ROW_STRIDE)
+    rows, live = row_starts(rows_ptr, of_scales, ROW_STRIDE)
     at = (rows + AT).to(gl.pointer_type(dtype)) + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
     return gl.load(at, mask=live, other=0)
 
 
 @gluon.jit
 def _load_unit(
-    pool, numbers, u: gl.constexpr, ROW_STRIDE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr
+    rows_ptr, numbers, u: gl.constexpr, ROW_STRIDE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr
 ):
     """64 stored bytes of a latent: (words, pairs of block scales) or (words,)."""
-    words = _load_words(pool, numbers, 64 * u, ROW_STRIDE)
+    words = _load_words(rows_ptr, numbers, 64 * u, ROW_STRIDE)
     if SCALE == "ue5m3":
-        return words, _load_quarters(pool, numbers, SCALE_AT + 8 * u, gl.uint16, ROW_STRIDE)
+        return words, _load_quarters(rows_ptr, numbers, SCALE_AT + 8 * u, gl.uint16, ROW_STRIDE)
     else:
         return (words,)
 
 
 @gluon.jit
-def _load_tile_scales(pool, numbers, ROW_STRIDE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr):
+def _load_tile_scales(
+    rows_ptr, numbers, ROW_STRIDE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr
+):
     """Tile scales, float32 [rows, 4]."""
     if SCALE == "fp32":
-        return _load_quarters(pool, numbers, SCALE_AT, gl.float32, ROW_STRIDE)
+        return _load_quarters(rows_ptr, numbers, SCALE_AT, gl.float32, ROW_STRIDE)
     else:
         return numbers  # not used
 
@@ -121,7 +123,7 @@ def _decoded(unit, of_tiles, u: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.cons
 
 @gluon.jit
 def decoder_role(
-    pool, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride, row_count,
+    rows_ptr, kv_indices, tiles, ropes, numbers, bars, begin, stop, end, kv_indices_stride, row_count,
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, DCP_SIZE: gl.constexpr,
     R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr, ROPE: gl.constexpr,
     ROPE_AT: gl.constexpr,
@@ -135,9 +137,9 @@ def decoder_role(
     numbers.index(0).store(coming)
     units = ()
     for u in gl.static_range(UNITS):
-        units = units + (_load_unit(pool, coming, u, ROW_STRIDE, SCALE, SCALE_AT),)  # noqa: RUF005
-    scales = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
-    rope = load_register_parts(pool, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, ROPE_IN_REGISTERS, WARPS)
+        units = units + (_load_unit(rows_ptr, coming, u, ROW_STRIDE, SCALE, SCALE_AT),)  # noqa: RUF005
+    scales = _load_tile_scales(rows_ptr, coming, ROW_STRIDE, SCALE, SCALE_AT)
+    rope = load_register_parts(rows_ptr, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, ROPE_IN_REGISTERS, WARPS)
     entries = _entries(kv_indices, begin + ROWS, stop, kv_indices_stride)
     block = 0
     for start in range(begin, stop, ROWS):
@@ -149,12 +151,12 @@ def decoder_role(
         mbarrier.wait(empty.index(at), ((block >> 1) & 1) ^ 1)
         numbers.index((block + 1) & 3).store(coming)
         of_tiles = _scale_of_each_tile(scales, SCALE)
-        scales = _load_tile_scales(pool, coming, ROW_STRIDE, SCALE, SCALE_AT)
+        scales = _load_tile_scales(rows_ptr, coming, ROW_STRIDE, SCALE, SCALE_AT)
         of_next = ()
         for u in gl.static_range(UNITS):
             part = tiles[u // HALF].index(at).slice(u % HALF * (R // UNITS), R // UNITS, dim=1)
             part.store(_decoded(units[u], of_tiles, u, NOPE, SCALE, A))
-            of_next = of_next + (_load_unit(pool, coming, u, ROW_STRIDE, SCALE, SCALE_AT),)  # noqa: RUF005
+            of_next = of_next + (_load_unit(rows_ptr, coming, u, ROW_STRIDE, SCALE, SCALE_AT),)  # noqa: RUF005
             if SCALE != "fp32" or u % 2 == 1:
                 _loads_before_here()
         if ROPE == "bf16":
@@ -162,7 +164,9 @@ def decoder_role(
         elif ROPE != "":
             EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
             ropes.index(at).store(decoded_e4m3(rope[0], A, EXPONENT, WARPS))
-        rope = load_register_parts(pool, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, ROPE_IN_REGISTERS, WARPS)
+        rope = load_register_parts(
+            rows_ptr, coming, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, ROPE_IN_REGISTERS, WARPS
+        )
         units = of_next
         fence_async_shared()
         mbarrier.arrive(full.index(at), count=1)

@@ -51,7 +51,7 @@ def _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK: tl.constexpr
 
 @triton.jit
 def _load_block(
-    entries, pool_ptr, row_count, ROW_STRIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    entries, rows_ptr, row_count, ROW_STRIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr,
     DCP_SIZE: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, NOPE: tl.constexpr, NOPE_AT: tl.constexpr, SCALE: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, SCALE_AT: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr,
@@ -62,7 +62,7 @@ def _load_block(
     Also returns a mask of the entries with a row, bool [BLOCK, 1]; the others give zeros.
     """
     number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS, DCP_SIZE)
-    rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
+    rows = tl.multiple_of(rows_ptr + number * ROW_STRIDE, [16, 16])
     stored = ()
     for first in tl.static_range(0, R, SLICE):
         part = load_stored(rows, live, first, SLICE, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, DIRECT)
@@ -181,14 +181,14 @@ def _write(
 
 # Arguments that differ between batches are not specialised, so that no batch size needs another compilation.
 @triton.jit(
-    do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize=["row_count", "lists", "list_width", "splits", "min_blocks", "query_heads"],
     do_not_specialize_on_alignment=UNALIGNED,
 )
 def decode_kernel(
     q_ptr,  # bf16 or fp16
     q_rope_ptr,  # of the same type; None if P is 0
-    pool_ptr,  # uint8
-    kv_indices_ptr,  # int32 or int64 [lists, bound]
+    rows_ptr,  # uint8
+    kv_indices_ptr,  # int32 or int64 [lists, list_width]
     kv_lens_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
     out_ptr,  # [T, H, R], written for lists with one split
@@ -197,7 +197,7 @@ def decode_kernel(
     partial_lse_ptr,  # fp32 [splits, T, H], contiguous, written for lists with several splits
     row_count,
     lists,
-    bound,  # maximum count
+    list_width,
     splits,
     min_blocks,  # minimum number of blocks of every split but a list's last
     query_heads,  # T * H
@@ -245,8 +245,9 @@ def decode_kernel(
     DIRECT: tl.constexpr = NATIVE and not AHEAD
     tile, split, group = place_of(tl.program_id(0), splits, TILES, SPLIT)
     list_index, length, begin, end = rows_of_part(
-        kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
-    )
+        kv_lens_ptr, list_index_ptr, lists, list_width, splits, min_blocks, split, group,
+        QUERIES, BLOCK, SPLIT,
+    )  # fmt: skip
     if SPLIT and begin >= length:
         return  # an empty split, which the merge skips; if not SPLIT, its result is written below
 
@@ -254,7 +255,7 @@ def decode_kernel(
     exists = query_head < QUERIES * HEADS
     token = group * QUERIES + tl.where(exists, query_head // HEADS, 0)
     head = query_head % HEADS
-    limit = tl.minimum(row_count_of(kv_lens_ptr, token, bound), length)[None, :]  # [1, BLOCK_H]
+    limit = tl.minimum(row_count_of(kv_lens_ptr, token, list_width), length)[None, :]  # [1, BLOCK_H]
 
     # Queries, transposed: [CHUNK, BLOCK_H] of every chunk and [P, BLOCK_H].
     q_nope = ()
@@ -284,7 +285,7 @@ def decode_kernel(
         # registers, loaded from a second copy of the rows in shared memory.
         entries = _load_entries(kv_indices, begin, end, kv_indices_stride, BLOCK)
         stored, live = _load_block(
-            entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT, SCALE,
+            entries, rows_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT, SCALE,
             SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
         )  # fmt: skip
         entries = _load_entries(kv_indices, begin + BLOCK, end, kv_indices_stride, BLOCK)
@@ -294,7 +295,7 @@ def decode_kernel(
             # The stored bytes of the next block must not be in registers together with these operands.
             tl.debug_barrier()
             stored, next_live = _load_block(
-                entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT,
+                entries, rows_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT,
                 SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             entries = _load_entries(kv_indices, start + 2 * BLOCK, end, kv_indices_stride, BLOCK)
@@ -309,7 +310,7 @@ def decode_kernel(
         # The stored bytes are operands, and Triton's pipeline copies them ahead into shared memory.
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
-                _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK), pool_ptr, row_count,
+                _load_entries(kv_indices, start, end, kv_indices_stride, BLOCK), rows_ptr, row_count,
                 ROW_STRIDE, PAGE, PAGE_ROWS, DCP_SIZE, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT,
                 ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip

@@ -13,10 +13,10 @@ UNALIGNED = ("kv_lens_ptr", "list_index_ptr")
 
 
 @triton.jit
-def row_count_of(kv_lens_ptr, tokens, bound):
-    """Number of rows that each token attends, clamped to 0..`bound` before it becomes int32."""
+def row_count_of(kv_lens_ptr, tokens, list_width):
+    """Number of rows that each token attends, clamped to 0..`list_width` before it becomes int32."""
     kv_lens = tl.load(kv_lens_ptr + tokens)
-    return tl.minimum(tl.maximum(kv_lens, 0), bound).to(tl.int32)
+    return tl.minimum(tl.maximum(kv_lens, 0), list_width).to(tl.int32)
 
 
 @triton.jit
@@ -33,11 +33,11 @@ def rows_of_entries(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.conste
 
 
 @triton.jit
-def list_length(kv_lens_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
+def list_length(kv_lens_ptr, list_index, lists, group, list_width, QUERIES: tl.constexpr):
     """Maximum number of rows that a query of a group attends."""
-    length = row_count_of(kv_lens_ptr, group * QUERIES, bound)
+    length = row_count_of(kv_lens_ptr, group * QUERIES, list_width)
     for query in tl.static_range(1, QUERIES):
-        length = tl.maximum(length, row_count_of(kv_lens_ptr, group * QUERIES + query, bound))
+        length = tl.maximum(length, row_count_of(kv_lens_ptr, group * QUERIES + query, list_width))
     # A list that does not exist has no rows.
     return tl.where((list_index >= 0) & (list_index < lists), length, 0)
 
@@ -71,12 +71,12 @@ def place_of(program, splits, TILES: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def rows_of_part(
-    kv_lens_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES: tl.constexpr,
+    kv_lens_ptr, list_index_ptr, lists, list_width, splits, min_blocks, split, group, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """List of a program, its length, and the begin and end of the entries that it attends."""
     list_index = list_of(list_index_ptr, group)
-    length = list_length(kv_lens_ptr, list_index, lists, group, bound, QUERIES)
+    length = list_length(kv_lens_ptr, list_index, lists, group, list_width, QUERIES)
     if SPLIT:
         per_split = rows_per_split(length, splits, BLOCK, min_blocks)
         begin = split * per_split
@@ -86,7 +86,7 @@ def rows_of_part(
 
 
 @triton.jit(
-    do_not_specialize=["lists", "bound", "splits", "min_blocks", "query_heads"],
+    do_not_specialize=["lists", "list_width", "splits", "min_blocks", "query_heads"],
     do_not_specialize_on_alignment=UNALIGNED,
 )
 def merge_kernel(
@@ -97,7 +97,7 @@ def merge_kernel(
     out_ptr,  # [T, H, R], written
     lse_ptr,  # fp32 [T, H], written
     lists,
-    bound,
+    list_width,
     splits,
     min_blocks,
     query_heads,  # T * H
@@ -120,7 +120,7 @@ def merge_kernel(
     head = query_head % HEADS
     group = token // QUERIES
     list_index = list_of(list_index_ptr, group)
-    length = list_length(kv_lens_ptr, list_index, lists, group, bound, QUERIES)
+    length = list_length(kv_lens_ptr, list_index, lists, group, list_width, QUERIES)
     per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     filled = tl.cdiv(length, per_split)  # later splits were not written
     if filled == 1:

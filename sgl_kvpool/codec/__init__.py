@@ -55,7 +55,7 @@ def decode_rows(
     Returns [T, R + P], `dtype`.
     TypeError, ValueError: as `encode_rows`.
     """
-    checks.pool(rows, fmt, name="rows")
+    checks.row_buffer(rows, fmt, name="rows")
     checks.output_dtype(dtype)
     k_scale = checks.scale(k_scale, fmt)
     out = torch.empty(len(rows), fmt.head_dim, dtype=dtype, device=rows.device)
@@ -64,7 +64,7 @@ def decode_rows(
 
 
 def store_rows(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor,
     k_nope: torch.Tensor,
     k_rope: torch.Tensor | None,
@@ -73,8 +73,8 @@ def store_rows(
 ) -> None:
     """Encode tokens and write each row to its slot of a pool; on CUDA in one pass.
 
-    `pool` [S, fmt.row_bytes], uint8: Any row stride, for instance one layer of a token-major buffer. Only the
-      rows of `slots` are written.
+    `row_buffer` [S, fmt.row_bytes], uint8: The rows of a layer, with any stride, for instance in a
+      token-major buffer. Only the rows of `slots` are written.
     `slots` [T], int32 or int64: A token with a negative slot is skipped. Slot 0 is an ordinary row here. If
       several tokens have the same slot, the contents of its row are undefined.
     `k_nope`, `k_rope`, `fmt`, `k_scale`: As `encode_rows`.
@@ -82,17 +82,17 @@ def store_rows(
       synchronize the stream.
     TypeError, ValueError: as `encode_rows`.
     """
-    checks.pool(pool, fmt, name="pool", written=True)
+    checks.row_buffer(row_buffer, fmt, name="row_buffer", written=True)
     k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
-    checks.slots(slots, len(k_nope), pool)
-    checks.same_device(pool, "pool", k_nope, "k_nope")
+    checks.slots(slots, len(k_nope), row_buffer)
+    checks.same_device(row_buffer, "row_buffer", k_nope, "k_nope")
     k_scale = checks.scale(k_scale, fmt)
     checks.finite(k_nope, k_rope, fmt, slots=slots)
-    _backend(pool).store_rows(pool, slots, k_nope, k_rope, fmt, k_scale)
+    _backend(row_buffer).store_rows(row_buffer, slots, k_nope, k_rope, fmt, k_scale)
 
 
 def gather_rows(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor,
     fmt: RowFormat,
     dtype: torch.dtype = torch.bfloat16,
@@ -101,7 +101,7 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather the rows of some slots of a pool and decode them, in one pass.
 
-    `pool` [S, fmt.row_bytes], uint8: Any row stride.
+    `row_buffer` [S, fmt.row_bytes], uint8: Any row stride.
     `slots` [T], int32 or int64: Slots to read; a negative slot gives zeros.
     `dtype`: bfloat16, float16 or float32.
     `out` [T, R + P]: Tensor of `dtype` with any row stride, written and returned if given.
@@ -110,20 +110,20 @@ def gather_rows(
     IndexError: on a CPU, if a slot is S or more; on CUDA such a slot gives zeros.
     TypeError, ValueError: as `encode_rows`, and if `out` has another shape, dtype or device.
     """
-    checks.pool(pool, fmt, name="pool")
+    checks.row_buffer(row_buffer, fmt, name="row_buffer")
     checks.output_dtype(dtype)
-    checks.slots(slots, None, pool)
+    checks.slots(slots, None, row_buffer)
     k_scale = checks.scale(k_scale, fmt)
     if out is None:
-        out = torch.empty(len(slots), fmt.head_dim, dtype=dtype, device=pool.device)
+        out = torch.empty(len(slots), fmt.head_dim, dtype=dtype, device=row_buffer.device)
     else:
-        checks.output(out, "out", (len(slots), fmt.head_dim), dtype, pool)
-    _backend(pool).gather_parts(pool, slots, fmt, *_split(out, fmt), k_scale)
+        checks.output(out, "out", (len(slots), fmt.head_dim), dtype, row_buffer)
+    _backend(row_buffer).gather_parts(row_buffer, slots, fmt, *_split(out, fmt), k_scale)
     return out
 
 
 def gather_parts(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor,
     fmt: RowFormat,
     nope_out: torch.Tensor,
@@ -132,21 +132,21 @@ def gather_parts(
 ) -> None:
     """`gather_rows` into two tensors: latent values into one, rotary values into the other.
 
-    `pool`, `slots`, `fmt`, `k_scale`: As `gather_rows`.
+    `row_buffer`, `slots`, `fmt`, `k_scale`: As `gather_rows`.
     `nope_out` [T, R]: bfloat16, float16 or float32, any row stride.
     `rope_out` [T, P] or None: Same dtype as `nope_out`, any row stride; None (or no columns) if and only if P
       is 0.
     IndexError, TypeError, ValueError: as `gather_rows`.
     """
-    checks.pool(pool, fmt, name="pool")
-    checks.slots(slots, None, pool)
+    checks.row_buffer(row_buffer, fmt, name="row_buffer")
+    checks.slots(slots, None, row_buffer)
     checks.output_dtype(nope_out.dtype)
     k_scale = checks.scale(k_scale, fmt)
-    checks.output(nope_out, "nope_out", (len(slots), fmt.kv_lora_rank), nope_out.dtype, pool)
+    checks.output(nope_out, "nope_out", (len(slots), fmt.kv_lora_rank), nope_out.dtype, row_buffer)
     rope_out = checks.optional_rope(rope_out, fmt, name="rope_out")
     if rope_out is not None:
-        checks.output(rope_out, "rope_out", (len(slots), fmt.qk_rope_head_dim), nope_out.dtype, pool)
-    _backend(pool).gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
+        checks.output(rope_out, "rope_out", (len(slots), fmt.qk_rope_head_dim), nope_out.dtype, row_buffer)
+    _backend(row_buffer).gather_parts(row_buffer, slots, fmt, nope_out, rope_out, k_scale)
 
 
 def fake_quant(

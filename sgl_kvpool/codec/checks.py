@@ -81,8 +81,8 @@ def values(
     return k_nope.to(torch.bfloat16, memory_format=torch.contiguous_format), k_rope
 
 
-def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False) -> None:
-    """Check a pool or a tensor of rows; rows to be written must not overlap."""
+def row_buffer(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False) -> None:
+    """Check the rows of a layer or other rows; rows to be written must not overlap."""
     if rows.dtype != torch.uint8:
         raise TypeError(f"{name} is {dtype_names(rows.dtype)}, expected uint8; pass {name}.view(torch.uint8)")
     _matrix(rows, name, fmt.row_bytes, fmt)
@@ -101,7 +101,7 @@ def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None
         raise ValueError(
             f"slots has shape {tuple(indices.shape)}, expected {expected}; flatten it, one slot per token"
         )
-    same_device(rows, "pool", indices, "slots")
+    same_device(rows, "row_buffer", indices, "slots")
     if indices.device.type == "cpu" and len(indices):
         largest = int(indices.max())
         if largest >= len(rows):
@@ -119,7 +119,7 @@ def output_dtype(dtype: torch.dtype) -> None:
 
 
 def output(
-    tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pool: torch.Tensor,
+    tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: torch.Tensor,
     *, dense: bool = True,
 ) -> None:  # fmt: skip
     """Check a tensor to be written; if `dense`, values along its last axis have to be contiguous."""
@@ -136,7 +136,7 @@ def output(
         raise ValueError(
             f"{name} has stride {tensor.stride(-1)} between values, expected 1; allocate another"
         )
-    same_device(pool, "pool", tensor, name)
+    same_device(rows, "row_buffer", tensor, name)
     without_overlap(tensor, name)
 
 

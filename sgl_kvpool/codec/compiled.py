@@ -94,7 +94,7 @@ store_rows = partial(reference.store_rows, encode=encode_rows)
 
 
 def gather_parts(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor | None,
     fmt: RowFormat,
     nope_out: torch.Tensor,
@@ -102,12 +102,12 @@ def gather_parts(
     k_scale: float,
 ) -> None:
     """As `reference.gather_parts`."""
-    is_readable = _is_plain(pool, slots, nope_out, rope_out) and pool.device.type == "cpu"
+    is_readable = _is_plain(row_buffer, slots, nope_out, rope_out) and row_buffer.device.type == "cpu"
     compiled = module() if is_readable and nope_out.dtype is not torch.float16 else None
     if compiled is None:
-        reference.gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
+        reference.gather_parts(row_buffer, slots, fmt, nope_out, rope_out, k_scale)
         return
     listed = torch.arange(len(nope_out), device="cpu") if slots is None else slots.long().contiguous()
     rope = nope_out[:, :0] if rope_out is None else rope_out
     threads = torch.get_num_threads()
-    compiled.gather_rows(pool, listed, nope_out, rope, row_layout(fmt), k_scale, threads)
+    compiled.gather_rows(row_buffer, listed, nope_out, rope, row_layout(fmt), k_scale, threads)

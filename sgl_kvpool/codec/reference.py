@@ -166,7 +166,7 @@ def encode_rows(
 
 
 def store_rows(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor,
     k_nope: torch.Tensor,
     k_rope: torch.Tensor | None,
@@ -179,14 +179,14 @@ def store_rows(
     if not bool(kept.all()):
         slots, k_nope = slots[kept], k_nope[kept]
         k_rope = None if k_rope is None else k_rope[kept]
-    rows = torch.empty(len(k_nope), fmt.row_bytes, dtype=torch.uint8, device=pool.device)
+    rows = torch.empty(len(k_nope), fmt.row_bytes, dtype=torch.uint8, device=row_buffer.device)
     encode(rows, k_nope, k_rope, fmt, k_scale)
-    word = _widest_word(pool)
-    pool.view(word).index_copy_(0, slots.long(), rows.view(word))
+    word = _widest_word(row_buffer)
+    row_buffer.view(word).index_copy_(0, slots.long(), rows.view(word))
 
 
 def gather_parts(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor | None,
     fmt: RowFormat,
     nope_out: torch.Tensor,
@@ -196,15 +196,15 @@ def gather_parts(
     """Decode the rows of `slots` (zeros for negative slots), or all rows in order if `slots` is None."""
     if len(nope_out) == 0:
         return
-    if slots is not None and len(pool) == 0:  # all slots are negative
+    if slots is not None and len(row_buffer) == 0:  # all slots are negative
         nope_out.zero_()
         if rope_out is not None:
             rope_out.zero_()
         return
     decode_nope = _DECODERS[fmt.nope.encoding, _scale_encoding(fmt)]
-    word = _widest_word(pool)
-    words = pool.view(word)
-    scratch = _Scratch(pool.device)
+    word = _widest_word(row_buffer)
+    words = row_buffer.view(word)
+    scratch = _Scratch(row_buffer.device)
     for chunk in _chunks(nope_out):
         # Dense copies of whole rows: their bytes can be viewed as any wider dtype below.
         tokens = len(nope_out[chunk])

@@ -177,7 +177,7 @@ def encode_rows(
 
 
 def store_rows(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor | None,
     k_nope: torch.Tensor,
     k_rope: torch.Tensor | None,
@@ -185,11 +185,11 @@ def store_rows(
     k_scale: float,
 ) -> None:
     """As `reference.store_rows`; without `slots` token t goes to row t."""
-    _launch(store_kernel, _STORE_TOKENS, pool, slots, k_nope, k_rope, fmt, k_scale)
+    _launch(store_kernel, _STORE_TOKENS, row_buffer, slots, k_nope, k_rope, fmt, k_scale)
 
 
 def gather_parts(
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor | None,
     fmt: RowFormat,
     nope_out: torch.Tensor,
@@ -197,13 +197,13 @@ def gather_parts(
     k_scale: float,
 ) -> None:
     """As `reference.gather_parts`."""
-    _launch(gather_kernel, _GATHER_TOKENS, pool, slots, nope_out, rope_out, fmt, k_scale)
+    _launch(gather_kernel, _GATHER_TOKENS, row_buffer, slots, nope_out, rope_out, fmt, k_scale)
 
 
 def _launch(
     kernel: Any,
     tokens_per_program: int,
-    pool: torch.Tensor,
+    row_buffer: torch.Tensor,
     slots: torch.Tensor | None,
     nope: torch.Tensor,
     rope: torch.Tensor | None,
@@ -213,22 +213,22 @@ def _launch(
     tokens = len(nope)
     if tokens == 0:
         return
-    with launching_on(pool):
+    with launching_on(row_buffer):
         kernel[(triton.cdiv(tokens, tokens_per_program),)](
-            pool,
+            row_buffer,
             slots,
             nope,
             rope,
             tokens,
-            len(pool),
-            pool.stride(0),
+            len(row_buffer),
+            row_buffer.stride(0),
             0 if slots is None else slots.stride(0),
             nope.stride(0),
             0 if rope is None else rope.stride(0),
             k_scale,
             **geometry(fmt),
             TOKENS=tokens_per_program,
-            NATIVE=is_native(pool.device),
+            NATIVE=is_native(row_buffer.device),
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )

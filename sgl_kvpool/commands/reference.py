@@ -55,7 +55,7 @@ def _metrics() -> _Rows:
     """Metrics: at `/metrics`, with `--enable-metrics`."""
     yield "metric", "labels", "meaning"
     for one in METRICS.values():
-        yield _code(one.shown_name), _code(*one.labels), one.help
+        yield _code(one.exported_name), _code(*one.labels), one.help
 
 
 def _failures() -> _Rows:

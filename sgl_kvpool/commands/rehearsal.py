@@ -23,10 +23,10 @@ def make_pool(options: PoolOptions, *, is_dsa: bool = False, **sizes: Any) -> An
     `sizes` are SGLang's arguments: size, page_size, kv_lora_rank, qk_rope_head_dim, layer_num, device.
     """
     from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
-    from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES, LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import SGLANG_DTYPES, LayoutMLATokenToKVPool
 
     layout = options.layout
-    sizes["dtype"] = SHOWN_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=is_dsa)]
+    sizes["dtype"] = SGLANG_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=is_dsa)]
     if not is_dsa:
         return LayoutMLATokenToKVPool(**sizes, enable_memory_saver=False, options=options)
     fmt = layout.pool_row_format(sizes["kv_lora_rank"], sizes["qk_rope_head_dim"], is_dsa=True)

@@ -52,7 +52,7 @@ class PageRuns:
         return replace(self, run_bytes=self.size_bytes, run_count=1)
 
     def folded(self, pages: int, page_bytes: int) -> PageRuns:
-        """The runs of `pages` pages of `page_bytes` each, seen as one page.
+        """The runs of `pages` consecutive pages of `page_bytes` each, as those of one larger page.
 
         ValueError if the runs of consecutive pages are not at equal distances.
         """

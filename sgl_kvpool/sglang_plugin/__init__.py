@@ -44,7 +44,9 @@ def _install() -> None:
     from sgl_kvpool.sglang_plugin import fingerprint, hook_groups, hook_points
 
     problem, wrong = hook_points.version_problem(), environment_problems()
-    if wrong and (problem is not None or not _is_a_program()):
+    # A process that called `Engine(...)` itself raises the refusal in that call.
+    is_program = "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
+    if wrong and (problem is not None or not is_program):
         raise Refusal("; ".join(wrong))
     requested = _request()
     is_allowed = env.flag(env.ALLOW_UNTESTED)
@@ -77,11 +79,6 @@ def _install() -> None:
         hook_groups.apply((hook_groups.POOLS,))
     elif env.is_requested(env.FIX_TOPK):
         hook_groups.apply((hook_groups.SPARSE_ATTENTION,))
-
-
-def _is_a_program() -> bool:
-    """Whether this process called `Engine(...)` itself, so that this call raises the refusal."""
-    return "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
 
 
 def _request() -> str | None:

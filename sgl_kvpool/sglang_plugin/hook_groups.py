@@ -38,7 +38,6 @@ MODEL_RULES = HookGroup(
     "model rules",
     _LAYOUT,
     modules=(
-        "sglang_plugin.models",
         "sglang_plugin.rules.arguments",
         "sglang_plugin.rules.attention",
         "sglang_plugin.rules.dsa",

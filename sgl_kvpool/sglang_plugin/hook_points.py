@@ -79,19 +79,14 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
         expected = point.members + (point.added if applied else ())
         if absent := [name for name in expected if name not in found]:
             problems.append(f"{point.target}: has no {', '.join(absent)}")
-        if missing := _missing_parameters(found, point.parameters):
-            problems.append(f"{point.target}: takes no {', '.join(missing)} in the expected order")
+        if point.parameters and callable(found):
+            names = iter(inspect.signature(found).parameters)
+            # The first that is absent or out of order, and all after it.
+            if missing := [name for name in point.parameters if name not in names]:
+                problems.append(f"{point.target}: takes no {', '.join(missing)} in the expected order")
         if applied and point.hooked and not hasattr(found, _MARK):
             problems.append(f"{point.target}: the hook was not applied")
     return problems
-
-
-def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
-    """The first expected parameter that is absent or out of order, and all expected ones after it."""
-    if not expected or not callable(found):
-        return []
-    names = iter(inspect.signature(found).parameters)
-    return [name for name in expected if name not in names]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _FLOORS = (f"{_PACKAGE}.srt.", f"{_PACKAGE}.sglang_plugin.")
 
 
 class Imports(NamedTuple):
-    """What one module imports at import time or in functions, and which modules of `own` package.
+    """What one module imports at import time or in functions, and which modules of `ours`, this package.
 
     Dotted names in SGLang are modules, names imported from them, and attributes of either that the source
     uses (``ForwardMode.EXTEND``). Imports under TYPE_CHECKING are left out.
@@ -26,7 +26,7 @@ class Imports(NamedTuple):
 
     at_import: frozenset[str]
     in_functions: frozenset[str]
-    own: frozenset[str]
+    ours: frozenset[str]
 
 
 def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
         names |= found.at_import
         if module in listed:
             names |= found.in_functions
-        remaining |= {name for name in found.own if name.startswith(_FLOORS)} - seen
+        remaining |= {name for name in found.ours if name.startswith(_FLOORS)} - seen
     return tuple(sorted(names))
 
 
@@ -79,18 +79,18 @@ class _Reader(ast.NodeVisitor):
     def __init__(self) -> None:
         self._depth = 0
         self._names: tuple[set[str], set[str]] = (set(), set())  # at import, in functions
-        self._own: set[str] = set()
+        self._ours: set[str] = set()
         #: Local name -> dotted name in SGLang; None for a name that is also bound to something else.
-        self._bound: dict[str, str | None] = {}
+        self._dotted: dict[str, str | None] = {}
         self._attributes: set[tuple[str, str, bool]] = set()
 
     def found(self) -> Imports:
         for local, attribute, in_function in self._attributes:
-            dotted = self._bound.get(local)
+            dotted = self._dotted.get(local)
             if dotted is not None:
                 self._names[in_function].add(f"{dotted}.{attribute}")
         at_import, in_functions = map(frozenset, self._names)
-        return Imports(at_import, in_functions, frozenset(self._own))
+        return Imports(at_import, in_functions, frozenset(self._ours))
 
     def visit_If(self, node: ast.If) -> None:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -111,7 +111,7 @@ class _Reader(ast.NodeVisitor):
             if alias.name.partition(".")[0] == _SGLANG:
                 self._add(alias.name, alias.asname or _SGLANG, alias.name if alias.asname else _SGLANG)
             elif not self._depth and alias.name.startswith(f"{_PACKAGE}."):
-                self._own.add(alias.name)
+                self._ours.add(alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         root = (node.module or "").partition(".")[0]
@@ -120,13 +120,13 @@ class _Reader(ast.NodeVisitor):
             if root == _SGLANG:
                 self._add(dotted, alias.asname or alias.name, dotted)
             elif not self._depth and root == _PACKAGE:
-                self._own.add(dotted if _path(dotted) is not None else str(node.module))
+                self._ours.add(dotted if _path(dotted) is not None else str(node.module))
 
-    def _add(self, dotted: str, local: str, bound: str) -> None:
+    def _add(self, dotted: str, local: str, dotted_local: str) -> None:
         self._names[self._depth > 0].add(dotted)
-        known = self._bound.setdefault(local, bound)
-        if known != bound:
-            self._bound[local] = None
+        known = self._dotted.setdefault(local, dotted_local)
+        if known != dotted_local:
+            self._dotted[local] = None
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name):
@@ -135,8 +135,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         if not isinstance(node.ctx, ast.Load):
-            self._bound[node.id] = None
+            self._dotted[node.id] = None
 
     def visit_arg(self, node: ast.arg) -> None:
-        self._bound[node.arg] = None
+        self._dotted[node.arg] = None
         self.generic_visit(node)

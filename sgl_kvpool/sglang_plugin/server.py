@@ -7,15 +7,27 @@ from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.sglang_plugin import models
 from sgl_kvpool.sglang_plugin.options import KVPoolConfig, config_of
 from sgl_kvpool.sglang_plugin.registry import fields, uses
 
 uses("sglang.srt.arg_groups.overrides.resolving_view", "arguments", takes=("server_args",))
 uses("sglang.srt.arg_groups.overrides.model_config_of", "arguments", takes=("server_args",))
 uses("sglang.srt.arg_groups.overrides.attention_backends_of", "arguments", takes=("cfg",))
-fields("device", "model_path", "speculative_draft_model_path", "attn_dp_size", "attn_cp_size", "tp_size")
-fields("enable_hierarchical_cache", "disaggregation_mode", "disaggregation_decode_enable_offload_kvcache")
+uses("sglang.srt.configs.model_config.is_deepseek_dsa", "model rules", takes=("config",))
+uses("sglang.srt.configs.hybrid_arch.mambaish_config", "model rules", takes=("model_config",))
+# Besides those in tables of the rules.
+fields(
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "chunked_prefill_size"),
+    *("cp_strategy", "device", "disaggregation_transfer_backend", "dsa_decode_backend"),
+    *("dsa_prefill_backend", "enable_hierarchical_cache", "enable_memory_saver", "enable_metrics"),
+    *("enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_mixed_chunk"),
+    *("enable_weights_cpu_backup", "ep_join_mode"),
+    *("flashinfer_mla_disable_ragged", "hicache_host_memory_fraction", "hicache_io_backend"),
+    *("hicache_mem_layout", "hicache_storage_backend_extra_config", "kv_cache_dtype", "max_prefill_tokens"),
+    *("mamba_radix_cache_strategy", "mamba_track_interval", "model_path", "rl_on_policy_target"),
+    *("speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"),
+    *("speculative_draft_model_path", "speculative_eagle_topk", "weight_version"),
+)
 
 
 class Server:
@@ -30,6 +42,11 @@ class Server:
     def __init__(self, server_args: Any, **facts: Any) -> None:
         self.server_args = server_args
         vars(self).update(facts)
+
+    @classmethod
+    def of_model(cls, model_config: Any) -> "Server":
+        """What is known of a model (SGLang's ModelConfig) without its server."""
+        return cls(None, model_config=model_config)
 
     @cached_property
     def config(self) -> KVPoolConfig:
@@ -66,12 +83,14 @@ class Server:
     @cached_property
     def model_name(self) -> str:
         """Name of the model's class, for messages."""
-        return models.model_name(self.model_config)
+        return (getattr(self.model_config.hf_config, "architectures", None) or ["this model"])[0]
 
     @cached_property
     def is_dsa(self) -> bool:
         """Whether the model has sparse attention."""
-        return models.is_dsa(self.model_config)
+        from sglang.srt.configs.model_config import is_deepseek_dsa
+
+        return is_deepseek_dsa(self.model_config.hf_config)
 
     @property
     def is_dense(self) -> bool:
@@ -81,7 +100,10 @@ class Server:
     @cached_property
     def layers_with_rows(self) -> Sequence[int] | None:
         """Layers of a hybrid model that store rows; None for other models."""
-        return models.layers_with_rows(self.model_config)
+        from sglang.srt.configs.hybrid_arch import mambaish_config
+
+        hybrid = mambaish_config(self.model_config)
+        return None if hybrid is None else hybrid.full_attention_layer_ids
 
     @property
     def is_hybrid(self) -> bool:
@@ -91,7 +113,12 @@ class Server:
     @cached_property
     def row_format(self) -> RowFormat:
         """Format of the pool's rows; ValueError for a geometry that no layout stores."""
-        return models.row_format_of(self.model_config, self.layout)
+        return self.row_format_in(self.layout)
+
+    def row_format_in(self, layout: MLAKVCacheLayout) -> RowFormat:
+        """Format of the model's rows in some layout; ValueError for a geometry that it does not store."""
+        config = self.model_config
+        return layout.pool_row_format(config.kv_lora_rank, config.qk_rope_head_dim, is_dsa=self.is_dsa)
 
     # ---------------------------------------------------------------- attention
 

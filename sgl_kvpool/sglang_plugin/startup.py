@@ -18,10 +18,9 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line, print_without_traceback
 from sgl_kvpool.sglang_plugin.options import config_of
-from sgl_kvpool.sglang_plugin.registry import fields, uses
+from sgl_kvpool.sglang_plugin.registry import uses
 
 uses("sglang.srt.runtime_context.num_dp_ranks_of", "launcher", takes=("cfg",))
-fields("ep_join_mode")
 
 
 @contextmanager
@@ -89,29 +88,22 @@ def refusal_path(server_args: Any) -> Path | None:
     return Path(tempfile.gettempdir()) / f"sgl-kvpool-refusal-{secrets.token_hex(16)}"
 
 
-def raise_refusal_from_child(launched: Any, processes: Sequence[Any], path: Path, server_args: Any) -> None:
-    """Make the launcher, which waits for its schedulers, raise the refusal that one of them has written.
-
-    Replaces `wait_for_ready` of SGLang's result of the launch. `path`, from `refusal_path`, is removed when
-    the wait is over.
-    """
-    wait = launched.wait_for_ready
-
-    def wait_for_ready() -> None:
-        try:
-            wait()
-        except RuntimeError:
-            if not path.exists():
-                raise
-            refusal = Refusal(path.read_text(encoding="utf-8"))
-            for process in processes:  # other ranks may wait for the one that ended
-                with suppress(OSError):
-                    process.kill()
-            if config_of(server_args).is_command_line:
-                print_without_traceback(refusal)
-            _raised.append(refusal)
-            raise refusal from None
-        finally:
+@contextmanager
+def raising_written_refusal(path: Path | None, processes: Sequence[Any], server_args: Any) -> Iterator[None]:
+    """Around the launcher's wait for its schedulers: raise the refusal that one has written to `path`."""
+    try:
+        yield
+    except RuntimeError:
+        if path is None or not path.exists():
+            raise
+        refusal = Refusal(path.read_text(encoding="utf-8"))
+        for process in processes:  # other ranks may wait for the one that ended
+            with suppress(OSError):
+                process.kill()
+        if config_of(server_args).is_command_line:
+            print_without_traceback(refusal)
+        _raised.append(refusal)
+        raise refusal from None
+    finally:
+        if path is not None:
             path.unlink(missing_ok=True)
-
-    launched.wait_for_ready = wait_for_ready

@@ -49,13 +49,13 @@ bool run(const RowLayout& layout, int64_t heads, int64_t lists, int64_t most_row
     lse[several].assign(static_cast<size_t>(tokens * heads), NAN);
     Attention call = {};
     call.layout = &layout;
-    call.pool = pool.data();
+    call.row_buffer = pool.data();
     call.row_stride = layout.row_bytes;
-    call.entries = entries.data();
-    call.entry_stride = call.page_tokens = call.page_rows = call.dcp_size = 1;
+    call.kv_indices = entries.data();
+    call.kv_indices_stride = call.page_tokens = call.page_rows = call.dcp_size = 1;
     call.lists = of_lists.data();
     call.list_count = lists;
-    call.limits = limits.data();
+    call.kv_lens = limits.data();
     call.q = {q.data(), heads * values * width, values * width};
     call.q_rope = {q.data() + rank * width, heads * values * width, values * width};
     call.out = {reinterpret_cast<uint8_t*>(out[several].data()), heads * rank * 4, rank * 4};

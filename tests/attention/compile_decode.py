@@ -48,7 +48,7 @@ def compile_decode(
     if not rope:
         constants |= {"q_rope_ptr": None}
     signature = dict.fromkeys(fn.arg_names, "i32")
-    signature |= dict.fromkeys(["q_ptr", "q_rope_ptr"], "*bf16") | {"pool_ptr": "*u8", "kv_indices_ptr": ids}
+    signature |= dict.fromkeys(["q_ptr", "q_rope_ptr"], "*bf16") | {"rows_ptr": "*u8", "kv_indices_ptr": ids}
     signature |= {"kv_lens_ptr": "*i32", "list_index_ptr": "*i32", "out_ptr": "*bf16"}
     signature |= dict.fromkeys(["lse_ptr", "partial_ptr", "partial_lse_ptr"], "*fp32")
     signature |= dict.fromkeys(["score_scale", "value_scale"], "fp32")

@@ -30,7 +30,7 @@ def call(**changes):
     case = make_case("fp4", rank=128, counts=((9,), (4,)), width=12, heads=3)
     arguments = {
         "q": case.q,
-        "pool": case.pool,
+        "row_buffer": case.pool,
         "kv_indices": case.kv_indices,
         "kv_lens": case.kv_lens,
         "fmt": case.fmt,
@@ -64,8 +64,8 @@ def test_no_queries_of_numpy():
             "both parts of the same queries",
         ),
         ({"queries_per_list": 3}, ValueError, "queries_per_list=3 does not divide the 2 queries"),
-        ({"pool": lambda c: c.pool.view(torch.int8)}, TypeError, "expected uint8"),
-        ({"pool": lambda c: c.pool[:, :-16]}, ValueError, "build the RowFormat"),
+        ({"row_buffer": lambda c: c.pool.view(torch.int8)}, TypeError, "expected uint8"),
+        ({"row_buffer": lambda c: c.pool[:, :-16]}, ValueError, "build the RowFormat"),
         ({"kv_indices": lambda c: c.kv_indices[:1]}, ValueError, "1 lists for 2 groups"),
         ({"kv_lens": lambda c: c.kv_lens[:1]}, ValueError, "kv_lens has shape (1,), expected (2,)"),
         ({"kv_lens": lambda c: c.kv_lens.short()}, TypeError, "kv_lens is int16"),
@@ -103,7 +103,7 @@ def test_gpus_before_hopper_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     fmt = MLAKVCacheLayout.FP4.row_format(512, 64)
     with pytest.raises(RuntimeError, match=r"mla_decode needs a Hopper GPU .* has 8\.0 \(cpu\)"):
-        decode_checks.pool_on_cuda(torch.zeros(1, fmt.row_bytes, dtype=torch.uint8), fmt)
+        decode_checks.rows_on_cuda(torch.zeros(1, fmt.row_bytes, dtype=torch.uint8), fmt)
 
 
 def test_long_lists_are_read_in_chunks_by_torch(monkeypatch):

@@ -66,9 +66,9 @@ def attended(q, pool, rows, lists, limits, fmt, **options):
 def test_query_blocks_equal_one_block(monkeypatch):
     q, kv = torch.randn(11, 2, 192), torch.randn(20, 192)
     limits = torch.arange(11) - 1
-    whole = host.attend(q, kv, 128, SCALE, limits=limits)
+    whole = host.attend(q, kv, 128, SCALE, kv_lens=limits)
     monkeypatch.setattr(host, "_SCORE_BYTES", 4 * 2 * 20 * 3)  # three queries at a time
-    blocks = host.attend(q, kv, 128, SCALE, limits=limits)
+    blocks = host.attend(q, kv, 128, SCALE, kv_lens=limits)
     for one, other in zip(whole, blocks, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert (whole[0][:2] == 0).all()  # limits -1 and 0

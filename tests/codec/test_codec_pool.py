@@ -133,7 +133,7 @@ REFUSED = {
                lambda: encode_rows(NOPE, ROPE.to("meta"), FMT)),
     "pool dtype": (TypeError, r"bfloat16.*uint8.*view",
                    lambda: store_rows(POOL.view(torch.bfloat16), SLOT, NOPE, ROPE, FMT)),
-    "pool width": (ValueError, r"pool has shape \(4, 207\).*208.*fp4-r128-p64",
+    "pool width": (ValueError, r"row_buffer has shape \(4, 207\).*208.*fp4-r128-p64",
                    lambda: store_rows(POOL[:, 1:], SLOT, NOPE, ROPE, FMT)),
     "slots dtype": (TypeError, r"slots is int16.*int32, int64",
                     lambda: gather_rows(POOL, SLOT.short(), FMT)),

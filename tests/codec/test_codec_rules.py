@@ -145,7 +145,7 @@ def test_no_tokens_of_numpy():
 def test_rows_that_overlap_are_not_written():
     fmt = row_format("fp4", 512, 64)
     pool = torch.zeros(4 * fmt.row_bytes, dtype=torch.uint8).as_strided((3, fmt.row_bytes), (100, 1))
-    with pytest.raises(ValueError, match="pool has a row stride of 100 bytes, less than the 416 bytes"):
+    with pytest.raises(ValueError, match="row_buffer has a row stride of 100 bytes, less than the 416 bytes"):
         store_rows(pool, torch.tensor([1]), torch.zeros(1, 512), torch.zeros(1, 64), fmt)
 
 

@@ -23,7 +23,7 @@ def test_every_metric_exists_and_every_expression_parses():
     for expression in expressions:
         promql_parser.parse(expression.replace("$__rate_interval", "5m"))
     text = "\n".join(expressions)
-    assert set(re.findall(r"sgl_kvpool_\w+", text)) == {metric.shown_name for metric in METRICS.values()}
+    assert set(re.findall(r"sgl_kvpool_\w+", text)) == {metric.exported_name for metric in METRICS.values()}
     sources = (Path(sglang.__file__).parent / "srt" / "observability").rglob("*.py")
     declared = "\n".join(path.read_text() for path in sources)
     named = {re.sub(f"{SUFFIX}$", "", name) for name in re.findall(r"sglang\[:_\](\w+)", text)}

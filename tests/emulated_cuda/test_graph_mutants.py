@@ -113,7 +113,7 @@ def test_a_kernel_argument_on_the_cpu(captured, monkeypatch):
     """The checks of `mla_decode` name the tensor; without them the launch does."""
     case, model, _ = captured
     monkeypatch.setattr(case.backend._lists, "lse", case.backend._lists.lse.cpu())
-    with pytest.raises(ValueError, match="lse is on cpu and pool on cuda:0"):
+    with pytest.raises(ValueError, match="lse is on cpu and row_buffer on cuda:0"):
         eager(case, model, batch_of(case, "DECODE"))
     monkeypatch.setattr("sgl_kvpool.codec.checks.output", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match=r"argument \d+ of kernel \w+ is a tensor of the host"):

@@ -32,7 +32,7 @@ def run(
         out = torch.full((tokens, heads, rank), poison, dtype=out_dtype)
     lse = torch.full((tokens, heads), poison)
     params = decode_checks.DecodeParams(
-        q=q, q_rope=q_rope, pool=case.pool, kv_indices=case.kv_indices, kv_lens=case.kv_lens,
+        q=q, q_rope=q_rope, row_buffer=case.pool, kv_indices=case.kv_indices, kv_lens=case.kv_lens,
         list_index=case.list_index, fmt=case.fmt, scale=case.scale,
         k_scale=checks.scale(case.k_scale, case.fmt), queries_per_list=case.queries_per_list,
         page=decode_checks.page(case.page), out=out, lse=lse,

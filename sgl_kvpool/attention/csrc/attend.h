@@ -25,22 +25,22 @@ struct Strided {
 
 // A list of rows and the tokens that attend it.
 struct RowList {
-  int64_t first_element;  // of `entries`
+  int64_t first_element;  // of `kv_indices`
   int64_t first_token;
   int64_t tokens;
 };
 
 struct Attention {
   const RowLayout* layout;
-  const uint8_t* pool;
+  const uint8_t* row_buffer;
   int64_t row_stride;
-  const void* entries;  // int32 or int64 slots; negative ones are skipped
-  bool entries_are_int64;
-  int64_t entry_stride;
+  const void* kv_indices;  // int32 or int64 slots; negative ones are skipped
+  bool kv_indices_are_int64;
+  int64_t kv_indices_stride;
   int64_t page_tokens, page_rows, dcp_size;  // as PageStride; 1, 1 and 1 if slots are rows
   const RowList* lists;
   int64_t list_count;
-  const int64_t* limits;  // entries of its list that each token attends
+  const int64_t* kv_lens;  // entries of its list that each token attends
   Strided q, q_rope, out, lse;
   bool q_is_bf16, out_is_bf16;
   int64_t heads;
@@ -49,9 +49,9 @@ struct Attention {
 
   // Row of a list's entry; negative if it has none.
   int64_t row(const RowList& list, int64_t position) const {
-    const int64_t at = list.first_element + position * entry_stride;
-    const int64_t slot =
-        entries_are_int64 ? static_cast<const int64_t*>(entries)[at] : static_cast<const int32_t*>(entries)[at];
+    const int64_t at = list.first_element + position * kv_indices_stride;
+    const int64_t slot = kv_indices_are_int64 ? static_cast<const int64_t*>(kv_indices)[at]
+                                              : static_cast<const int32_t*>(kv_indices)[at];
     // Of 100 ns for a row and one head, two divisions would be a tenth.
     if (slot < 0 || (dcp_size == 1 && page_tokens == page_rows)) return slot;
     const int64_t stored = slot / dcp_size;
@@ -171,7 +171,7 @@ inline void attend_item(const Attention& call, const Item& item, Scratch& scratc
   for (int i = 0; i < item.count; ++i) {
     scratch.sums.largest[i] = kNone;
     scratch.sums.weights[i] = 0.0f;
-    limits[i] = call.limits[item.list->first_token + (item.first + i) / call.heads];
+    limits[i] = call.kv_lens[item.list->first_token + (item.first + i) / call.heads];
   }
 
   // Entries of two tiles: one is multiplied while the rows of the other come from memory.
@@ -184,7 +184,7 @@ inline void attend_item(const Attention& call, const Item& item, Scratch& scratc
       const int64_t row = call.row(*item.list, next);
       if (row < 0) continue;
       positions[which][found] = next;
-      rows[which][found++] = call.pool + row * call.row_stride;
+      rows[which][found++] = call.row_buffer + row * call.row_stride;
     }
     // One access to each page of the rows, together: a walk of page tables takes longer than a miss.
     for (int r = 0; r < found; ++r)
@@ -281,7 +281,7 @@ inline std::vector<Item> items_of(const Attention& call, int64_t& threads) {
       const int count = static_cast<int>(std::min<int64_t>(kMostQueries, queries - first));
       int64_t most = 0;
       for (int64_t t = first / call.heads; t <= (first + count - 1) / call.heads; ++t)
-        most = std::max(most, call.limits[list.first_token + t]);
+        most = std::max(most, call.kv_lens[list.first_token + t]);
       items.push_back({&list, first, count, 0, most});
       work += most * (count + kGroup);
     }

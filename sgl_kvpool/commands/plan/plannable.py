@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.sglang_plugin.models import model_name
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
-from sgl_kvpool.sglang_plugin.rules.dcp import check_ranks
+from sgl_kvpool.sglang_plugin.rules.attention import check_ranks
 from sgl_kvpool.sglang_plugin.server import Server
 
 #: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
@@ -42,9 +41,10 @@ def check_geometry(model_config: Any, folder: Path) -> None:
         return
     given = {name for name, _ in _fields(json.loads(file.read_text(encoding="utf-8", errors="replace")))}
     if missing := [names[0] for names in _GEOMETRY if not given.intersection(names)]:
+        name = Server.of_model(model_config).model_name
         raise IncompleteConfig(
-            f"config.json of {model_name(model_config)} lacks {' and '.join(missing)}, which the cache's "
-            "size depends on, and another model's default would be used; take the checkpoint's config.json"
+            f"config.json of {name} lacks {' and '.join(missing)}, which the cache's size depends on, and "
+            "another model's default would be used; take the checkpoint's config.json"
         )
 
 
@@ -73,7 +73,7 @@ def check_plannable(server: Server) -> None:
     server_args, view, model_config = server.server_args, server.view, server.model_config
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
         kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
-        raise ValueError(f"{model_name(model_config)} has {kind}: sgl-kvpool has no layout for its cache")
+        raise ValueError(f"{server.model_name} has {kind}: sgl-kvpool has no layout for its cache")
     for number in NUMBERS:  # the user's, which SGLang does not check
         number.check(server_args)
     layers = model_config.num_hidden_layers
@@ -92,8 +92,8 @@ def check_heads(model_config: Any) -> None:
     heads, ranks = model_config.num_attention_heads, get_parallel().attn_tp_size
     if heads % ranks:
         raise ValueError(
-            f"{ranks} attention ranks do not divide the {heads} heads of {model_name(model_config)}; give "
-            "--tp a divisor of them"
+            f"{ranks} attention ranks do not divide the {heads} heads of "
+            f"{Server.of_model(model_config).model_name}; give --tp a divisor of them"
         )
 
 

@@ -16,7 +16,6 @@ from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE
 from sgl_kvpool.commands.named_model import weights_gib
 from sgl_kvpool.commands.plan import plannable
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import models
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.transfer.host_options import NODE
@@ -108,7 +107,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
         "ranks_per_node": ranks * view.pp_size // view.nnodes,
         "attention": _attention(server),
         "host": tier,
-        "model": _facts(model_config, stages),
+        "model": _facts(server, stages),
     }
 
 
@@ -230,7 +229,8 @@ def _slot_bytes(configurator: Any) -> int:
 
 def _target_layers(configurator: Any) -> int:
     """Number of layers with rows in this stage of the target."""
-    with_rows, info = models.layers_with_rows(configurator.model_config), configurator.layer_info
+    with_rows = Server.of_model(configurator.model_config).layers_with_rows
+    info = configurator.layer_info
     if with_rows is None:
         return info.num_effective_layers
     return sum(info.start_layer <= layer < info.end_layer for layer in with_rows)
@@ -240,13 +240,13 @@ def _host_tier(configurator: Any, server: Server) -> dict[str, int]:
     """Host bytes: the fields of `planned.HostBytes` except the device's sizes."""
     from sgl_kvpool.srt.host.page_format import HostPageFormat
 
-    model_config, states_bytes = configurator.model_config, _slot_bytes(configurator)
+    states_bytes = _slot_bytes(configurator)
     view, page_size = server.view, server.view.page_size
     # Ranks of a node that share one copy of a host page.
     is_shared = server.config.host_tier.sharing == NODE
     sharing_ranks = min(server.same_rows_ranks, view.tp_size // view.nnodes) if is_shared else 1
     both = server.layout, server.host_layout
-    device_row, host_row = (models.row_format_of(model_config, each).row_bytes for each in both)
+    device_row, host_row = (server.row_format_in(each).row_bytes for each in both)
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
     on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in both)
     # The device bytes that SGLang counts per token besides the rows; SGLang's tier has them in another pool.
@@ -261,11 +261,11 @@ def _host_tier(configurator: Any, server: Server) -> dict[str, int]:
     }
 
 
-def _facts(model_config: Any, stages: list[Any]) -> dict[str, Any]:
-    with_rows = models.layers_with_rows(model_config)
+def _facts(server: Server, stages: list[Any]) -> dict[str, Any]:
+    model_config, with_rows = server.model_config, server.layers_with_rows
     return {
-        "name": models.model_name(model_config),
-        "kind": "sparse" if models.is_dsa(model_config) else "dense",
+        "name": server.model_name,
+        "kind": "sparse" if server.is_dsa else "dense",
         "linear_layers": 0 if with_rows is None else model_config.num_hidden_layers - len(with_rows),
         "layers_with_rows": sum(map(_target_layers, stages)) + packed_layers(stages[0]),
         "kv_lora_rank": model_config.kv_lora_rank,

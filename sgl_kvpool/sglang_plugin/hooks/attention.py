@@ -9,7 +9,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
-from sgl_kvpool.sglang_plugin.registry import fields, installs, uses
+from sgl_kvpool.sglang_plugin.registry import installs, uses
 
 #: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"
@@ -34,7 +34,6 @@ for _names in (
 ):
     uses(_names, *_GROUPS, members=(_LIKE,), added=(KVPOOL_BACKEND,))
 uses("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", *_GROUPS, takes=("forward_batch",))
-fields("chunked_prefill_size", "max_prefill_tokens", "flashinfer_mla_disable_ragged")
 
 
 @installs(*_GROUPS)

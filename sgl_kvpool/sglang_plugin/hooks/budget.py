@@ -3,8 +3,7 @@
 import math
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, sglang_dsa_reads
-from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers, without_drafts
-from sgl_kvpool.sglang_plugin.models import row_format_of
+from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, uses
 
@@ -53,8 +52,14 @@ def _init_pool_configurator(original, self, kvc):
     if draft is None:
         original(self, kvc)
     else:
-        with without_drafts(kvc):
+        import msgspec
+
+        whole = kvc.spec_aux_config
+        kvc.spec_aux_config = msgspec.structs.replace(whole, eagle_draft_num_layers=None)
+        try:
             original(self, kvc)
+        finally:
+            kvc.spec_aux_config = whole
         self._cell_size += draft.token_bytes(request.layout)
     self._fixed_overhead_bytes += attention_workspace_bytes(request) + page_buffer_bytes(request)
 
@@ -77,7 +82,7 @@ def page_buffer_bytes(request: PoolRequest) -> int:
         slot_bytes = sum(layer in here for layer in cache.layers) * sum(parts)
         states = buffer_bytes(staged_state_bytes(slot_bytes, max(parts))) if slot_bytes else 0
     host_layout, draft = request.host_layout, own_draft(kvc)
-    target_bytes = (layers + packed_layers(kvc)) * row_format_of(kvc.model_config, host_layout).row_bytes
+    target_bytes = (layers + packed_layers(kvc)) * request.row_format_in(host_layout).row_bytes
     draft_bytes = draft.token_bytes(host_layout) if draft is not None and draft.has_rows else 0
     # A draft that SGLang does not pack has a tier of its own.
     return states + sum(
@@ -89,39 +94,29 @@ def attention_workspace_bytes(request: PoolRequest) -> int:
     """Bytes that our attention allocates once, for a target; 0 if it is not in use."""
     fmt, device = request.row_format, request.view.device
     if request.is_dsa:
-        return 0 if sglang_dsa_reads(request.layout) else _sparse_bytes(request)
-    if device == "cpu" or KVPOOL_BACKEND not in request.backends:
+        is_used = not sglang_dsa_reads(request.layout)
+    else:
+        is_used = device != "cpu" and KVPOOL_BACKEND in request.backends
+    if not is_used:
         return 0
+    from sglang.srt.configs.model_config import get_dsa_mtp_topk_width
     from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
 
     from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
-
-    most_queries = max_speculative_num_draft_tokens() or 1
-    ranks = get_parallel().attn_dcp_size  # each attends its rows with the queries of all
-    most_rows = -(-request.model_config.context_len // ranks)
-    heads = _heads(request) * ranks
-    decode = decode_workspace_bytes(fmt, heads, _MOST_REQUESTS, most_rows, most_queries, device)
-    # Target and draft share both workspaces.
-    return extend_workspace_bytes(fmt) + decode
-
-
-def _sparse_bytes(request: PoolRequest) -> int:
-    """Bytes of sparse attention's workspace for rows that SGLang's kernels cannot read."""
-    from sglang.srt.configs.model_config import get_dsa_mtp_topk_width
-
-    from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
     from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
-    top_k = get_dsa_mtp_topk_width(request.model_config.hf_config)
-    decode = sparse_workspace_bytes(request.row_format, _heads(request), top_k, request.view.device)
-    # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does. The
-    # reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that SGLang leaves
-    # free.
-    return decode + extend_workspace_bytes(request.row_format)
-
-
-def _heads(request: PoolRequest) -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return request.model_config.num_attention_heads // get_parallel().attn_tp_size
+    model_config, ranks = request.model_config, get_parallel().attn_dcp_size
+    heads = model_config.num_attention_heads // get_parallel().attn_tp_size
+    if request.is_dsa:
+        # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does.
+        # The reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that
+        # SGLang leaves free.
+        top_k = get_dsa_mtp_topk_width(model_config.hf_config)
+        decode = sparse_workspace_bytes(fmt, heads, top_k, device)
+    else:
+        most_queries = max_speculative_num_draft_tokens() or 1
+        most_rows = -(-model_config.context_len // ranks)  # each attends its rows with the queries of all
+        decode = decode_workspace_bytes(fmt, heads * ranks, _MOST_REQUESTS, most_rows, most_queries, device)
+    # Target and draft share both workspaces.
+    return extend_workspace_bytes(fmt) + decode

@@ -20,7 +20,7 @@ import torch
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal, Way, use_words
 from sgl_kvpool.sglang_plugin.options import LAYOUT, config_of
-from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+from sgl_kvpool.sglang_plugin.registry import around, uses
 
 uses(
     "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
@@ -37,7 +37,6 @@ uses(
     "disaggregation over nixl on a CPU",
     takes=("kinds", "expected_len"),
 )
-fields("disaggregation_transfer_backend")
 
 #: Numbers of ranks that a prefill server reports; their limit, and that of a peer's characters in a message.
 _SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
@@ -68,6 +67,7 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
         return original(self, args, disaggregation_mode, server_args, *more, **named)
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.disaggregation.base.conn import StateType
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
     from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
     # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
@@ -78,8 +78,15 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
         # What a dense server without the plugin reports: its argument; `auto` are rows in the model's dtype.
         args.kv_cache_dtype_str = server_args.kv_cache_dtype
     if get_device().device == "cpu":
-        # The resolved name: `mooncake_tcp` is `mooncake` by now.
-        _on_cpu(args, get_disagg().disaggregation_transfer_backend)
+        # Two values that SGLang supports there, but does not set. Its prefill server passes page indices to
+        # Mooncake through pinned memory and a CUDA event if the sender supports tensors (prefill.py:1746),
+        # otherwise as numpy arrays. SGLang declares all buffers to NIXL as VRAM (nixl/conn.py:206).
+        # The backend's name is resolved: `mooncake_tcp` is `mooncake` by now.
+        backend = TransferBackend(get_disagg().disaggregation_transfer_backend)
+        sender = get_kv_class(backend, KVClassType.SENDER)
+        if hasattr(sender, "supports_host_tensor_indices"):
+            sender.supports_host_tensor_indices = False
+        args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
     if get_parallel().dcp_size > 1:
         # SGLang's checksums of pages have it too: those of a rank are not compared with those of all rows.
         args.kv_layout = ranks_name(get_parallel())
@@ -128,11 +135,11 @@ def rows_name(pools: list[Any], has_draft: bool = False) -> str:
 
 def _pools_behind(args: Any) -> list[Any]:
     """Our pools whose buffers a KV manager is about to describe to its peers, in the manager's order."""
-    owners = {}
-    for pool in POOLS:
-        addresses, _, page_bytes = pool.get_contiguous_buf_infos()
-        for address, size in zip(addresses, page_bytes, strict=True):
-            owners[address] = (pool, size)
+    owners = {
+        address: (pool, page_bytes)
+        for pool in POOLS
+        for address, _, page_bytes in zip(*pool.get_contiguous_buf_infos(), strict=True)
+    }
     found: dict[Any, None] = {}
     of_target = len(args.kv_data_ptrs) - args.num_draft_entries
     for number, (address, size) in enumerate(zip(args.kv_data_ptrs, args.kv_item_lens, strict=True)):
@@ -147,21 +154,6 @@ def _pools_behind(args: Any) -> list[Any]:
             )
         found[pool] = None
     return list(found)
-
-
-def _on_cpu(args: Any, transfer_backend: str) -> None:
-    """Set two values for `--device cpu` that SGLang supports, but does not set.
-
-    SGLang's prefill server passes page indices to Mooncake through pinned memory and a CUDA event if the
-    sender supports tensors (prefill.py:1746), otherwise as numpy arrays. SGLang declares all buffers to NIXL
-    as VRAM (nixl/conn.py:206, decode.py:629).
-    """
-    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
-
-    sender = get_kv_class(TransferBackend(transfer_backend), KVClassType.SENDER)
-    if hasattr(sender, "supports_host_tensor_indices"):
-        sender.supports_host_tensor_indices = False
-    args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
 
 
 class PeerMismatch(RuntimeError):

@@ -1,30 +1,25 @@
 """Draft models: their attention backends, and the bytes of their pools for the target's budget."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
-from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.sglang_plugin.server import Server
 
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
-_WITHOUT_MLA = "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
-fields("speculative_draft_kv_cache_dtype")
 
 
 @dataclass(frozen=True)
 class OwnDraft:
     """A draft with a pool of its own, whose layers SGLang does not append to the target's.
 
-    `config` is SGLang's ModelConfig in draft mode, and `ranks` the number of ranks that share the draft's
-    heads.
+    `model` has the draft as its model, and `ranks` is the number of ranks that share the draft's heads.
     """
 
-    config: Any
+    model: Server
     layers: int
     ranks: int
 
@@ -33,7 +28,7 @@ class OwnDraft:
         """Whether the draft stores MLA rows; otherwise it stores keys and values of heads."""
         from sglang.srt.configs.model_config import AttentionArch
 
-        return self.config.attention_arch == AttentionArch.MLA
+        return self.model.model_config.attention_arch == AttentionArch.MLA
 
     def token_bytes(self, layout: MLAKVCacheLayout) -> int:
         """Bytes per token of the draft's pool; a draft with MLA stores rows of `layout`.
@@ -41,21 +36,22 @@ class OwnDraft:
         ValueError if SGLang does not know the --kv-cache-dtype that it would use for the draft.
         """
         if self.has_rows:
-            return self.layers * row_format_of(self.config, layout).row_bytes
+            return self.layers * self.model.row_format_in(layout).row_bytes
         import torch
         from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
         from sglang.srt.runtime_context import get_model, get_spec
 
+        config = self.model.model_config
         _, dtype = configure_kv_cache_dtype(
             server_args_kv_cache_dtype=get_model().kv_cache_dtype,
             speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
             model=None,
-            model_dtype=self.config.dtype,
+            model_dtype=config.dtype,
             is_draft_worker=True,
             is_dflash=False,
             speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
         )
-        values = self.config.get_num_kv_heads(self.ranks) * (self.config.head_dim + self.config.v_head_dim)
+        values = config.get_num_kv_heads(self.ranks) * (config.head_dim + config.v_head_dim)
         return self.layers * values * torch.empty(0, dtype=dtype).element_size()
 
 
@@ -72,14 +68,18 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     SGLang would use the target's backend, which ends in an AttributeError.
     """
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
-    if draft is None or packed_layers(configurator) or is_dsa(draft):
+    if draft is None or packed_layers(configurator) or Server.of_model(draft).is_dsa:
         return None
     # SGLang counts layers the same way in `spec_aux_hidden_state.py`, except that a value of 0, as in some
     # checkpoints for MTP, counts as absent here, and as no layers there.
     layers = draft.num_nextn_predict_layers or max(draft.num_hidden_layers, draft.num_attention_layers)
-    own = OwnDraft(draft, int(layers), configurator.draft_attn_tp_size)
-    if not own.has_rows and is_dsa(configurator.model_config):
-        _check_backend(own)
+    own = OwnDraft(Server.of_model(draft), int(layers), configurator.draft_attn_tp_size)
+    if not own.has_rows and Server.of_model(configurator.model_config).is_dsa:
+        from sglang.srt.runtime_context import get_spec
+
+        if get_spec().speculative_draft_attention_backend is None:
+            reason = "SGLang would use its target's sparse attention (DSA) for it"
+            raise _without_mla(draft, reason, "a backend")
     return own
 
 
@@ -96,30 +96,6 @@ def packed_layers(configurator: Any) -> int:
     return int(draft.num_nextn_predict_layers or 0) if draft is not None else 0
 
 
-@contextlib.contextmanager
-def without_drafts(configurator: Any) -> Iterator[None]:
-    """Make SGLang size the target without its draft."""
-    import msgspec
-
-    whole = configurator.spec_aux_config
-    configurator.spec_aux_config = msgspec.structs.replace(whole, eagle_draft_num_layers=None)
-    try:
-        yield
-    finally:
-        configurator.spec_aux_config = whole
-
-
-def _check_backend(draft: OwnDraft) -> None:
-    from sglang.srt.runtime_context import get_spec
-
-    if get_spec().speculative_draft_attention_backend is None:
-        raise Refusal(
-            f"{model_name(draft.config)}, the draft model, does not use multi-head latent attention (MLA), "
-            "and SGLang would use its target's sparse attention (DSA) for it",
-            f"name a backend with {_WITHOUT_MLA}",
-        )
-
-
 def _drafts(configurator: Any) -> bool:
     algorithm = configurator.spec_algorithm
     return not configurator.is_draft_worker and (algorithm.is_eagle() or algorithm.is_standalone())
@@ -128,11 +104,16 @@ def _drafts(configurator: Any) -> bool:
 def require_mla(runner: Any) -> None:
     """Refuse a draft model without MLA, whose pool our backend cannot read."""
     if runner.is_draft_worker and not runner.use_mla_backend:
-        raise Refusal(
-            f"{model_name(runner.model_config)}, the draft model, does not use multi-head latent attention "
-            f"(MLA), and attention backend {KVPOOL_BACKEND} reads MLA pools",
-            f"name one for the draft with {_WITHOUT_MLA}",
-        )
+        reason = f"attention backend {KVPOOL_BACKEND} reads MLA pools"
+        raise _without_mla(runner.model_config, reason, "one for the draft")
+
+
+def _without_mla(draft: Any, reason: str, what: str) -> Refusal:
+    return Refusal(
+        f"{Server.of_model(draft).model_name}, the draft model, does not use multi-head latent attention "
+        f"(MLA), and {reason}",
+        f"name {what} with --speculative-draft-attention-backend (flashinfer, fa3 or triton)",
+    )
 
 
 uses(f"{_FACTORY}.create_decode_backend", "speculative decoding", takes=("self",))

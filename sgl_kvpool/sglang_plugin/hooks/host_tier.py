@@ -278,8 +278,10 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
     pool = self.mem_pool_host.anchor_entry.host_pool
     if holds_our_rows(pool):
         problem = pool.device_indices_problem(device_indices) or state_tier.device_problem(self, extra_pools)
-        # Ranks that share a tier allocate its pages alike, so no rank may refuse alone.
-        if not ranks.backup_is_good(self, pool, device_indices, problem):
+        # Ranks that share a tier allocate its pages alike, so no rank may refuse alone. Slot lists on a GPU
+        # are not checked, so no rank finds a problem in them.
+        agrees = pool.shared is not None and device_indices.device.type == "cpu"
+        if not (ranks.all_ranks(self, problem is None) if agrees else problem is None):
             metrics.failed("backup_pages", problem or "on another rank")
             return None
     return original(self, device_indices, priority, node_id, extra_pools, **kwargs)

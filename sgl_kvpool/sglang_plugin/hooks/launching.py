@@ -5,6 +5,7 @@ groups (:func:`export_hook_groups`), for SGLang's Engine as for any other launch
 them with its arguments.
 """
 
+import secrets
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,6 @@ from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, leave_out
 from sgl_kvpool.sglang_plugin import hook_groups, hook_points, options, startup
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
-from sgl_kvpool.sglang_plugin.hooks import weights
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.server import Server
 
@@ -51,11 +51,11 @@ def _hook_schedulers() -> None:
 
 def _configure_scheduler_process(original, server_args, *args, **kwargs):
     """Refuse a scheduler that was given the hook groups of another server's arguments, or none."""
-    own, given = options.config_of(server_args).hook_groups, env.text(env.CHILD_HOOK_GROUPS)
+    needed, given = options.config_of(server_args).hook_groups, env.text(env.CHILD_HOOK_GROUPS)
     with startup.ending_when_refused():
-        if own != given:
+        if needed != given:
             raise Refusal(
-                f"this scheduler was given the hook groups {given!r}, but its arguments need {own!r}: the "
+                f"this scheduler was given the hook groups {given!r}, but its arguments need {needed!r}: the "
                 "arguments of another server were resolved after them",
                 *("resolve and launch one server before the other", "use sglang.Engine"),
             )
@@ -76,31 +76,26 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     if groups is None:
         with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
-    weights.draw(server_args)
+    # Part of the names of weights, the same for the ranks of all replicas (`hooks.weights`).
+    options.record(server_args, weights_random=secrets.token_hex(16))
     path = startup.refusal_path(server_args)
     with (
         env.exported_to_children(env.CHILD_HOOK_GROUPS, groups),
         env.exported_to_children(env.CHILD_REFUSAL, path),
     ):
         launched, processes = original(cls, server_args, *args, **kwargs)
-    if path is not None:
-        startup.raise_refusal_from_child(launched, processes, path, server_args)
-    _describe_when_ready(launched, server_args)
-    return launched, processes
-
-
-def _describe_when_ready(launched, server_args) -> None:
-    """Add the layout in use to the schedulers' reports, which SGLang puts into the answers of `/server_info`,
-    gRPC and the Engine, also by processes that load no plugins (`--tokenizer-worker-num`).
-    """
     wait = launched.wait_for_ready
 
     def wait_for_ready() -> None:
-        wait()
+        with startup.raising_written_refusal(path, processes, server_args):
+            wait()
+        # SGLang puts these reports into the answers of `/server_info`, gRPC and the Engine, also in processes
+        # that load no plugins (`--tokenizer-worker-num`).
         for info in launched.scheduler_infos:
             info.update({**layout_info(server_args), **info})  # schedulers know what is in use
 
     launched.wait_for_ready = wait_for_ready
+    return launched, processes
 
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):

@@ -13,7 +13,7 @@ from sgl_kvpool.sglang_plugin.hooks import disaggregation, weights
 from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, HOST_LAYOUT, LAYOUT
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
-from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.sglang_plugin.server import Server
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ uses(
 # A scheduler's counters appear among SGLang's metrics through the files of prometheus_client's multi-process
 # mode.
 uses("sglang.srt.utils.set_prometheus_multiproc_dir", "metrics")
-fields("enable_metrics")
 
 _GB = 1 << 30  # as in SGLang's own log lines
 

@@ -27,16 +27,6 @@ uses(
 uses(f"{_TREE}._all_reduce_attn_groups", "host tier", takes=("self", "tensor", "op"))
 
 
-def backup_is_good(controller: Any, pool: Any, device_indices: Any, problem: str | None) -> bool:
-    """Whether a backup may be queued on this rank and on all ranks that share the tier.
-
-    Slot lists on a GPU are not checked, so no rank finds a problem in them.
-    """
-    if pool.shared is None or device_indices.device.type != "cpu":
-        return problem is None
-    return all_ranks(controller, problem is None)
-
-
 def load_is_miss(controller: Any, pool: Any, host_indices: Any, problem: str | None) -> bool:
     """Whether a load is a miss on any rank, which makes it a miss on all ranks; count the miss.
 
@@ -150,14 +140,11 @@ def _flush_pending_backups(original, self):
 
 @around(f"{_TREE}.attach_storage_backend", "host tier", reads=("storage_backend",))
 def _attach_storage_backend(original, self, *args, hicache_write_policy=None, **kwargs):
-    """Refuse write_back: a request to attach a store may name a write policy, even if a store is attached.
-
-    Then note that the tier's pages are not in the new store.
-    """
+    """Refuse write_back: a request to attach a store may name a write policy, even if a store is attached."""
     if _shared_tier(self) is not None and (problem := write_policy_problem(hicache_write_policy)):
         return False, problem
     had_store = self.enable_storage
     found = original(self, *args, hicache_write_policy=hicache_write_policy, **kwargs)
     if found[0] and not had_store:
-        uncached.store_attached(self)
+        uncached.STORED[self] = set()
     return found

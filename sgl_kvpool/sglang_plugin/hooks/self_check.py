@@ -68,23 +68,17 @@ def run(scheduler: Any) -> None:
 
 def _why_due(device: str) -> str | None:
     """Why a scheduler has to run the self-check; None if it need not."""
-    import torch
-
     if hook_points.version_problem() is not None:
         return "this SGLang is not a tested one"
-    return _NO_RUN if torch.device(device).type == "cuda" else None
+    return _NO_RUN if device.startswith("cuda") else None
 
 
 def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
     from sgl_kvpool.srt.self_check import Difference
 
-    if isinstance(error, Difference):
-        return Refusal(
-            f"the self-check at start ({why}) found a difference: {error}; {way_out}, and report this line"
-        )
-    return Refusal(
-        f"the self-check at start ({why}) could not be run: {error!r}; {way_out}, and report this line"
-    )
+    is_found = isinstance(error, Difference)
+    what = f"found a difference: {error}" if is_found else f"could not be run: {error!r}"
+    return Refusal(f"the self-check at start ({why}) {what}; {way_out}, and report this line")
 
 
 def _local_checks(runner: Any) -> Iterator[str]:
@@ -100,11 +94,11 @@ def _local_checks(runner: Any) -> Iterator[str]:
             yield f"{check_rows(draft)} of a draft model"
     layers = _absorbed_layers(runner.model, pool)
     # Without our backend, its hook groups were not checked, so its modules may fail to import on this SGLang.
-    own = attention.backend_class(runner.device) if KVPOOL_BACKEND in attention_backends() else ()
+    ours = attention.backend_class(runner.device) if KVPOOL_BACKEND in attention_backends() else ()
     for backend in _nested(runner.attn_backend):
         reader = dsa.reader_of(backend)
         for layer in layers:
-            if isinstance(backend, own):
+            if isinstance(backend, ours):
                 yield check_backend(backend, layer)
             elif reader is not None:
                 # SGLang's sparse backend needs a model's indexer, so the check calls the backend's reader.

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from sgl_kvpool import env
@@ -16,11 +15,10 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, print_without_traceback
 from sgl_kvpool.sglang_plugin import hook_groups, options
 from sgl_kvpool.sglang_plugin.hooks import launching
-from sgl_kvpool.sglang_plugin.registry import around, fields, installs, uses
+from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.rules import (
     arguments,
     attention,
-    dcp,
     dsa,
     features,
     host_sharing,
@@ -40,7 +38,6 @@ _installed = False
 
 uses(f"{_ARG_GROUPS}.resolution_hooks.register_resolution_hook", "arguments", takes=("name",))
 uses(f"{_ARG_GROUPS}.overrides.declare_resolution", "arguments", takes=("server_args", "source"))
-fields("kv_cache_dtype", "page_size", "rl_on_policy_target")
 
 
 @installs("arguments")
@@ -122,12 +119,7 @@ def _extend_engine() -> None:
     module = sys.modules.get("sglang.srt.entrypoints.engine")
     if module is None or hasattr(module.Engine.server_args_class, _EXTENDED):
         return
-    build = _engine_server_args(module.Engine.server_args_class)
-    module.Engine.server_args_class = staticmethod(build)
-
-
-def _engine_server_args(previous):
-    """`ServerArgs(**kwargs)` that also takes our keywords."""
+    previous = module.Engine.server_args_class
 
     def build(**kwargs):
         values = {option: kwargs.pop(option.name, None) for option in options.OPTIONS}
@@ -138,7 +130,7 @@ def _engine_server_args(previous):
         return server_args
 
     setattr(build, _EXTENDED, True)
-    return build
+    module.Engine.server_args_class = staticmethod(build)
 
 
 def _decide(server_args):
@@ -163,59 +155,53 @@ def _finish(server_args):
         dsa.check_stock(server)
 
 
-#: Rules in their order, each with the servers with a layout that it is for.
-_Rules = tuple[tuple[Callable[[Server], bool], Rule], ...]
-_all: Callable[[Server], bool] = lambda server: True  # noqa: E731
-_sparse, _dense = attrgetter("is_dsa"), attrgetter("is_dense")
-_tier, _our_tier, _no_tier = (
-    attrgetter("has_host_tier"),
-    attrgetter("has_our_tier"),
-    attrgetter("has_no_tier"),
-)
+#: Rules in their order, each with the property of the servers that it is for.
+_Rules = tuple[tuple[str, Rule], ...]
+_ALL = "layout"
 
 #: Before SGLang adjusts arguments to the model.
 RULES_BEFORE: _Rules = (
-    (_all, model.check_model),
-    (_all, dcp.check),
-    (_all, model.declare_dtype),
-    (_sparse, dsa.check_server),
-    (_sparse, dsa.declare_implementations),
-    (_dense, host_tier.declare_page_size),
+    (_ALL, model.check_model),
+    (_ALL, attention.check_dcp),
+    (_ALL, model.declare_dtype),
+    ("is_dsa", dsa.check_server),
+    ("is_dsa", dsa.declare_implementations),
+    ("is_dense", host_tier.declare_page_size),
 )
 _BACKENDS: _Rules = (
-    (_dense, attention.check_readers),
-    (_dense, dcp.check_backends),
-    (_dense, attention.check_ours),
-    (_dense, attention.check_speculation),
-    (_dense, attention.check_draft),
+    ("is_dense", attention.check_readers),
+    ("is_dense", attention.check_dcp_backends),
+    ("is_dense", attention.check_ours),
+    ("is_dense", attention.check_speculation),
+    ("is_dense", attention.check_draft),
 )
 #: Before SGLang picks attention backends; it has one for models with sparse attention.
 RULES_OF_BACKENDS: _Rules = (
-    (_dense, attention.check_named),
-    (_dense, attention.declare_backends),
+    ("is_dense", attention.check_named),
+    ("is_dense", attention.declare_backends),
     *_BACKENDS,
-    (_dense, attention.disable_cpu_graphs),
+    ("is_dense", attention.disable_cpu_graphs),
 )
 #: After SGLang's last step.
 RULES_AFTER: _Rules = (
-    (_all, features.check),
-    (_all, arguments.check_page),
-    (_all, arguments.check_chunk),
-    (_no_tier, host_tier.check_without_tier),
-    (_tier, host_sharing.choose),
-    (_tier, host_tier.check_host_tier),
-    (_our_tier, host_tier.check_host_arguments),
-    (_our_tier, host_tier.check_states),
-    (_tier, host_tier.check_host_layout),
-    (_sparse, dsa.check_backends),
-    (_sparse, dsa.check_implementations),
-    (_sparse, dsa.check_context_parallelism),
-    (_sparse, dsa.check_features_of_reader),
-    (_sparse, dsa.check_copies),
-    (_dense, dcp.check),  # again: SGLang has set some fields since
+    (_ALL, features.check),
+    (_ALL, arguments.check_page),
+    (_ALL, arguments.check_chunk),
+    ("has_no_tier", host_tier.check_without_tier),
+    ("has_host_tier", host_sharing.choose),
+    ("has_host_tier", host_tier.check_host_tier),
+    ("has_our_tier", host_tier.check_host_arguments),
+    ("has_our_tier", host_tier.check_states),
+    ("has_host_tier", host_tier.check_host_layout),
+    ("is_dsa", dsa.check_backends),
+    ("is_dsa", dsa.check_implementations),
+    ("is_dsa", dsa.check_context_parallelism),
+    ("is_dsa", dsa.check_features_of_reader),
+    ("is_dsa", dsa.check_copies),
+    ("is_dense", attention.check_dcp),  # again: SGLang has set some fields since
     *_BACKENDS,
-    (_dense, attention.check_model),
-    (_all, model.check_resolved_dtype),
+    ("is_dense", attention.check_model),
+    (_ALL, model.check_resolved_dtype),
 )
 
 
@@ -227,13 +213,13 @@ def _apply(rules: _Rules, server_args: Any) -> None:
         return
     for is_for, rule in rules:
         server = Server(server_args)
-        declared = rule(server) if is_for(server) else None
+        declared = rule(server) if getattr(server, is_for) else None
         if declared:
             declare_resolution(server_args, _SOURCE, **declared)
 
 
 def _deterministic(server_args: Any) -> None:
-    """Before SGLang's step for deterministic servers, which names a backend where none is named."""
+    """Before SGLang's step for deterministic servers, which sets a backend where the user names none."""
     view = Server(server_args).view
     if view.enable_deterministic_inference or view.rl_on_policy_target is not None:
         _apply(RULES_OF_BACKENDS, server_args)

@@ -95,18 +95,16 @@ def row_tier_built(tier: Any) -> None:
         stack.row_tier = tier
 
 
-@around(f"{_ASSEMBLER}.build_mamba_host_pool", "host tier of hybrid models")
-def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=()):
+@around(
+    f"{_ASSEMBLER}.build_mamba_host_pool",
+    "host tier of hybrid models",
+    reads=("host_size", "layout", "mtp_draft_device_pools"),
+)
+def _build_mamba_host_pool(original, mamba_pool, pool_info, **kwargs):
     """Build our host pool of states if the host pool of the rows is ours."""
     stack = _building.get()
     if stack is None:
-        return original(
-            mamba_pool,
-            pool_info,
-            host_size=host_size,
-            layout=layout,
-            mtp_draft_device_pools=mtp_draft_device_pools,
-        )
+        return original(mamba_pool, pool_info, **kwargs)
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory
 
@@ -116,9 +114,9 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout
     tier = HierarchicalStatePoolHost(
         mamba_pool,
         memory.hicache_ratio,
-        host_size,
-        layout,
-        draft_pools=mtp_draft_device_pools,
+        kwargs["host_size"],
+        kwargs["layout"],
+        draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         options=stack.options,
         io_backend=memory.hicache_io_backend,
         allocator_type=get_allocator_type(),

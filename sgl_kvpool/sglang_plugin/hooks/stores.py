@@ -50,8 +50,8 @@ def wrap_calls(store: Any, of_states: Mapping[str, Callable]) -> None:
 
     A call longer than ten seconds is counted. Keys name the pages' weights, and a store has no pages of
     unsettled weights. The store may be of any class, so methods are replaced on the object. `of_states`:
-    method -> `wrapped(original, *args)`, which checks the states that it moves; outside of the time limit,
-    and inside of the keys, which seed the checksums of states.
+    method -> `wrapped(original, *args)`, which checks the states that it moves. It gets the keys with the
+    weights' name, from which checksums of states begin, and its own time is not limited.
     """
     for method, (action, by_key) in _METHODS.items():
         if hasattr(store, method):

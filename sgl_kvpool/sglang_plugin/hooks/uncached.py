@@ -1,4 +1,4 @@
-"""Hooks of a host tier against silent losses: what is not backed up is counted, older pages are stored.
+"""Hooks of a host tier: pages that are not backed up are counted, and a new store gets the older pages.
 
 Also, the events of a host tier go on while a server is paused.
 """
@@ -8,12 +8,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+from sgl_kvpool.sglang_plugin.registry import around, uses
 
 logger = logging.getLogger(__name__)
 
 #: Nodes of a tree that were given to the store since it was attached at run time; absent for other trees.
-_stored: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+#: The pages that the tier has when a store is attached are not in the store.
+STORED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 #: Most nodes in such a set, 10 MB. A node that is forgotten is given to the store again, which has its pages.
 _MOST_STORED = 1 << 17
 
@@ -22,7 +23,6 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 uses(f"{_TREE}.is_backuped", "host tier", takes=("self", "node_id"))
 uses(f"{_SCHEDULER}._process_hicache_events", "host tier", takes=("self", "should_retry_storage_prefetch"))
-fields("hicache_ratio", "hicache_size", "hicache_host_memory_fraction")
 
 
 def warn_of_small_tier(tier: Any, pool: Any) -> None:
@@ -77,11 +77,6 @@ def _execute_kv_backup(original, self, node_id, device_value, comp_xfers, sideca
     return None
 
 
-def store_attached(tree: Any) -> None:
-    """Note that a store was attached to a tree at run time: the tier's pages so far are not in the store."""
-    _stored[tree] = set()
-
-
 @around(f"{_TREE}.write_backup_storage", "host tier", repairs="since #35269; none reported")
 def _write_backup_storage(original, self, node_id):
     """Before a node's pages, store those of its prefix that were backed up before the store was attached.
@@ -89,7 +84,7 @@ def _write_backup_storage(original, self, node_id):
     Without them the store could not be searched up to the node: SGLang stores a node once, when its backup
     has ended.
     """
-    stored = _stored.get(self)
+    stored = STORED.get(self)
     if stored is not None:
         if len(stored) > _MOST_STORED:
             stored.clear()

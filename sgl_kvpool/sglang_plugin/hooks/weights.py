@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvpool.sglang_plugin.options import config_of, record
-from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+from sgl_kvpool.sglang_plugin.options import config_of
+from sgl_kvpool.sglang_plugin.registry import around, uses
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import RowPool
@@ -34,7 +34,6 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 uses(f"{_UPDATER}._select_runners", "pools", takes=("self", "selector"))
-fields("enable_memory_saver", "enable_weights_cpu_backup", "weight_version")
 
 
 class ServedWeights:
@@ -59,7 +58,7 @@ class ServedWeights:
         self.first_operation = 0
         self._thread = threading.local()
         self._random: str | None = None
-        self._own: str | None = None
+        self._of_replica: str | None = None
         self._updates = 0
         #: Version that the last update gave, and the one before it.
         self._version: str | None = None
@@ -89,12 +88,12 @@ class ServedWeights:
         finally:
             del self._thread.digits
 
-    def start(self, version: str, random: str, own: str, k_scales: str) -> None:
+    def start(self, version: str, random: str, of_replica: str, k_scales: str) -> None:
         """Name the weights before a store is attached, by the server's `--weight-version`.
 
-        `random` and `own` are the random part, and that of this replica alone.
+        `random` and `of_replica` are the random part, and that of this replica alone.
         """
-        self._random, self._own, self.has_store = random, own, True
+        self._random, self._of_replica, self.has_store = random, of_replica, True
         if not self._updates:
             self._version = version
         if not self.unsettled:
@@ -150,7 +149,7 @@ class ServedWeights:
     def _name(self, k_scales: str) -> None:
         name = f"{self._version} {k_scales}"
         if self._version in _UNNAMED:
-            random = self._random if self._loaded and not self._failed else self._own
+            random = self._random if self._loaded and not self._failed else self._of_replica
             name = f"{random} {self._updates}" if self._updates else ""
         # A version of the command line may be no UTF-8.
         encoded = name.encode(errors="surrogatepass")
@@ -161,23 +160,18 @@ class ServedWeights:
 SERVED = ServedWeights()
 
 
-def draw(server_args: Any) -> None:
-    """Draw the random part in the process that launches the schedulers."""
-    record(server_args, weights_random=secrets.token_hex(16))
-
-
 def attach() -> None:
     """Name the weights before a store is attached; all ranks attach it at the same time."""
     import torch.distributed as dist
     from sglang.srt.runtime_context import get_server_args
 
     # Launchers of several machines have drawn several. The ranks of a replica are one world.
-    own = secrets.token_hex(16)
-    drawn = [config_of(get_server_args()).weights_random or own, own]
+    of_replica = secrets.token_hex(16)
+    drawn = [config_of(get_server_args()).weights_random or of_replica, of_replica]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
-    random, own = drawn
-    SERVED.start(_version(), random, own, _k_scales_digest())
+    random, of_replica = drawn
+    SERVED.start(_version(), random, of_replica, _k_scales_digest())
     if SERVED.digits:
         logger.info("sgl-kvpool: keys in stores end with %s, which names the weights", SERVED.digits)
 

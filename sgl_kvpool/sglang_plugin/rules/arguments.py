@@ -69,7 +69,6 @@ _TIER_SIZE = Number("hicache_size", "number of GB", least=0)
 _TIER_RATIO = Number("hicache_ratio", "number of host tokens per token of the pool", most=inf)
 
 fields(*(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
-fields("kv_cache_dtype", "speculative_draft_attention_backend")
 
 
 def check(server_args: Any) -> options.KVPoolConfig:

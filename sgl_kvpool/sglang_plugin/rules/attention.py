@@ -21,13 +21,14 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one, use_values, use_words
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
-from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import (
     BACKEND_FEATURES,
     BACKEND_FIELDS,
+    DCP_FEATURES,
     DRAFT_FEATURES,
     Feature,
     check_features,
+    first_in_use,
 )
 from sgl_kvpool.sglang_plugin.server import Server
 
@@ -54,8 +55,8 @@ UNSHOWN_ALGORITHMS = {
     "UNO": "SGLang supports it with fa3 only",
 }
 
-fields("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend")
-fields("cuda_graph_config")
+#: Models of which SGLang gathers the rows of several ranks for a prefill.
+_GATHERED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
 
 
 def is_chosen(
@@ -78,11 +79,11 @@ def check_named(server: Server) -> None:
 
     The fields of ServerArgs hold the user's values; the view has SGLang's defaults for the platform already.
     """
-    common, *own = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
-    for phase, backend in zip(PHASES, own, strict=True):
+    common, *by_phase = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
+    for phase, backend in zip(PHASES, by_phase, strict=True):
         _check_reader(server, f"--{phase}-attention-backend", backend, phase, phase)
     taken_over = _phases_taken_over(server)
-    for phase, backend in zip(PHASES, own, strict=True):
+    for phase, backend in zip(PHASES, by_phase, strict=True):
         if backend is None and phase not in taken_over:
             # A draft's steps and verification need one backend for all phases.
             proposed = None if server.view.speculative_algorithm is None else phase
@@ -92,14 +93,14 @@ def check_named(server: Server) -> None:
 
 def declare_backends(server: Server) -> dict[str, str] | None:
     """`kvpool_mla` for phases that it takes over, or for both where none is named and it `is_chosen`."""
-    common, *own = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
+    common, *by_phase = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
     taken_over = _phases_taken_over(server)
     for phase in taken_over:
         logger.info(
             "sgl-kvpool: --%s-attention-backend %s (that of %s would cast the whole pool of a layer)",
             *(phase, KVPOOL_BACKEND, common),
         )
-    if common is None and None in own:
+    if common is None and None in by_phase:
         if is_chosen(server.layout, server.arrangement, server.view.device, server.view.dcp_size):
             return {"attention_backend": KVPOOL_BACKEND}
         logger.info("sgl-kvpool: SGLang chooses the attention backend; its own read %s", server.layout)
@@ -125,10 +126,10 @@ def _phases_taken_over(server: Server) -> tuple[str, ...]:
     flashmla over fp8. Its prefill is FlashInfer's, which casts the pool in absorbed calls: under prefill
     graphs, SGLang's default, and after short prefixes.
     """
-    common, *own = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
+    common, *by_phase = (getattr(server.server_args, field) for field in BACKEND_FIELDS)
     if common is None or casts_pool(common, server.layout):
         return ()
-    named = zip(PHASES, own, strict=True)
+    named = zip(PHASES, by_phase, strict=True)
     return tuple(p for p, backend in named if backend is None and casts_pool(common, server.layout, p))
 
 
@@ -331,4 +332,67 @@ def _check_dspark(flag: str, server: Server) -> None:
         raise Refusal(
             f"{flag} does not work with a host tier of {LAYOUT.flag}: its drafts there have not been tested",
             leave_out("--enable-hierarchical-cache", text="leave out --enable-hierarchical-cache"),
+        )
+
+
+def check_ranks(server: Server) -> None:
+    """Refuse ranks that cannot be grouped, which SGLang asserts without a text, or does not notice."""
+    view = server.view
+    for flag, count, ranks, what in (
+        ("--attn-dp-size", view.attn_dp_size, view.tp_size, "tensor-parallel ranks"),
+        ("--dcp-size", view.dcp_size, server.same_rows_ranks, "attention ranks"),
+    ):
+        if count < 1 or ranks % count:
+            way = Way(f"give a divisor of {ranks}", add=(f"{flag}=1",))
+            raise Refusal(f"{flag} {count} does not divide {ranks} {what}", way)
+
+
+def check_dcp(server: Server) -> None:
+    """Refuse ranks, and models and arguments with several of them."""
+    check_ranks(server)
+    view, name = server.view, server.model_name
+    if view.dcp_size == 1:
+        return
+    out = leave_out("--dcp-size")
+    ours = f"--dcp-size {view.dcp_size} does not work with {LAYOUT.flag} {server.layout}"
+    if view.device == "cpu":
+        raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs", out)
+    for unfit, reason in (
+        (
+            server.is_dsa,
+            "SGLang attends such lists of several ranks with TensorRT-LLM's kernel for Blackwell, which does "
+            "not read these rows",
+        ),
+        (server.is_hybrid, "with layers that keep states it has not been tested"),
+        (
+            name not in _GATHERED,
+            "SGLang does not gather the rows of several ranks for its prefills",
+        ),
+        (
+            getattr(server.model_config.hf_text_config, "llama_4_scaling", None),
+            "where SGLang scales its queries by their position, it does not merge results of ranks",
+        ),
+    ):
+        if unfit:
+            raise Refusal(f"{ours} and {name}: {reason}", out)
+    if (found := first_in_use(DCP_FEATURES, server)) is not None:
+        feature, text = found
+        ways = leave_out_one("--dcp-size", feature.flag, text="leave out one of them")
+        raise Refusal(f"{ours} and {text}: {feature.reason}", *ways)
+    if env.flag(env.PREFILL_READS_ROWS):
+        raise Refusal(
+            f"{ours} and {env.PREFILL_READS_ROWS}=1: the rows of a prefill's new tokens are stored on "
+            "several ranks",
+            leave_out("--dcp-size", text="leave out one of them"),
+        )
+
+
+def check_dcp_backends(server: Server) -> None:
+    """Refuse other attention backends than ours, whatever rows they read."""
+    others = [backend for backend in server.backends if backend != KVPOOL_BACKEND]
+    if server.view.dcp_size > 1 and others:
+        raise Refusal(
+            f"--dcp-size {server.view.dcp_size} with {LAYOUT.flag} {server.layout} needs attention backend "
+            f"{KVPOOL_BACKEND} in all phases, and {others[0]} has not been tested over these pools",
+            ALONE,
         )

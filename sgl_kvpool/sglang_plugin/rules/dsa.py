@@ -25,7 +25,7 @@ from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, Way, leave_out, use_words
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
-from sgl_kvpool.sglang_plugin.registry import fields, uses
+from sgl_kvpool.sglang_plugin.registry import uses
 from sgl_kvpool.sglang_plugin.rules.attention import check_gpu
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
 from sgl_kvpool.sglang_plugin.server import Server, is_rocm
@@ -36,7 +36,6 @@ _THEN = f", and SGLang uses {DSA_BACKEND}"
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 
 uses("sglang.srt.configs.model_config.get_dsa_index_kpool", "model rules", takes=("config",))
-fields(*_IMPLEMENTATION_FIELDS, "cp_strategy", "enable_mixed_chunk")
 
 
 def check_server(server: Server) -> None:
@@ -182,10 +181,14 @@ def check_context_parallelism(server: Server) -> None:
 
 def check_features_of_reader(server: Server) -> None:
     """Refuse features that our reader does not work with, for rows that SGLang's kernels cannot read."""
+    import torch
+
     if not sglang_dsa_reads(server.layout):
-        narrow = use_words(
-            f"{LAYOUT.flag}={_default_narrow_layout()}", then=", whose rows SGLang's kernels read"
-        )
+        # SGLang's default is trtllm on Blackwell and flashmla_kv before.
+        read = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+        if torch.cuda.get_device_capability() >= (10, 0):
+            read = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+        narrow = use_words(f"{LAYOUT.flag}={read}", then=", whose rows SGLang's kernels read")
         ours = f"{LAYOUT.flag} {server.layout}"
         check_features(READER_FEATURES, server, ours, lambda flag: (narrow, leave_out(flag)))
 
@@ -202,15 +205,6 @@ def check_copies(server: Server) -> None:
             *(() if other is None else (use_words(f"{LAYOUT.flag}={other}"),)),
             _leave_out(wrong),
         )
-
-
-def _default_narrow_layout() -> MLAKVCacheLayout:
-    """The narrow layout whose rows SGLang's default implementations read on this GPU."""
-    import torch
-
-    if torch.cuda.get_device_capability() >= (10, 0):
-        return MLAKVCacheLayout.FP8_NOPE_FP8_ROPE  # trtllm
-    return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE  # flashmla_kv
 
 
 def _other_layout(server: Server) -> MLAKVCacheLayout | None:
@@ -248,11 +242,16 @@ def _check_modes(layout: MLAKVCacheLayout, server: Server) -> None:
             raise UnsupportedCombination(
                 f"{flag_of(field)} {value} is not for NVIDIA GPUs", nearest_pair(layout, *pair)
             )
+    more = {
+        "MIXED": view.enable_mixed_chunk,
+        "SPLIT_PREFILL": view.enable_pdmux,
+        "DLLM_EXTEND": view.dllm_algorithm is not None,
+    }
     check_pair(
         layout,
         view.dsa_prefill_backend,
         view.dsa_decode_backend,
-        modes=modes_in_use(view),
+        modes=tuple(mode for mode, is_used in more.items() if is_used),
         index_kpool=get_dsa_index_kpool(server.model_config.hf_config),
     )
 
@@ -263,19 +262,6 @@ def check_pair(
     """`check_combination` for SGLang's names of implementations; `modes` besides those of every server."""
     pair = table_names(layout, prefill, decode)
     check_combination(layout, *pair, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
-
-
-def modes_in_use(view: Any) -> tuple[str, ...]:
-    """Forward modes of a server's batches, besides prefill, decode and the modes of drafts."""
-    return tuple(
-        mode
-        for mode, on in (
-            ("MIXED", view.enable_mixed_chunk),
-            ("SPLIT_PREFILL", view.enable_pdmux),
-            ("DLLM_EXTEND", view.dllm_algorithm is not None),
-        )
-        if on
-    )
 
 
 def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from sgl_kvpool.sglang_plugin.server import Server, disaggregates
 
 #: Fields of SGLang's ServerArgs that name an attention backend of the target.
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-fields(*BACKEND_FIELDS)
 
 
 def flag_of(field: str) -> str:
@@ -36,6 +35,7 @@ class Feature:
     values: str = ""
 
     def __post_init__(self) -> None:
+        fields(self.field)
         if not self.flag:
             object.__setattr__(self, "flag", flag_of(self.field))
 
@@ -185,9 +185,3 @@ DCP_FEATURES = (
 
 #: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (Feature("enable_torch_compile", "its kernels have not been traced"),)
-
-for _features in (
-    *(LAYOUT_FEATURES, ARRANGEMENT_FEATURES, BACKEND_FEATURES, DRAFT_FEATURES, DCP_FEATURES),
-    READER_FEATURES,
-):
-    fields(*(feature.field for feature in _features))

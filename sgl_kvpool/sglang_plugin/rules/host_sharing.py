@@ -5,14 +5,12 @@ from dataclasses import replace
 
 from sgl_kvpool.refusal import Refusal, Way, leave_out
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING, record
-from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.features import above_one, first_in_use, one_value
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
 logger = logging.getLogger(__name__)
 
-fields("hicache_storage_backend_extra_config")
 
 _WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
 
@@ -61,7 +59,6 @@ _PREVENTS = (
         "its offload has a controller of its own, without the tree's agreements",
     ),
 )
-fields(*(feature.field for feature in _PREVENTS))
 
 
 def _has_packed_draft(server: Server) -> bool:

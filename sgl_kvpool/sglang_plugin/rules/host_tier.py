@@ -7,7 +7,8 @@ import math
 
 from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one, use_values, use_words
 from sgl_kvpool.sglang_plugin.options import HOST_ENGINE, HOST_LAYOUT, HOST_SHARING, LAYOUT
-from sgl_kvpool.sglang_plugin.registry import fields, uses
+from sgl_kvpool.sglang_plugin.registry import uses
+from sgl_kvpool.sglang_plugin.rules.features import flag_of
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.transfer.host_options import (
     CPU_ENGINE,
@@ -31,9 +32,6 @@ uses(
     "arguments",
     takes=("view", "hf_config"),
 )
-fields("enable_deterministic_inference", "mamba_radix_cache_strategy", "mamba_track_interval")
-fields("hicache_mem_layout", "hicache_io_backend", "hicache_storage_backend")
-fields("enable_linear_replayssm", "enable_linear_replayssm_spec", "pp_size")
 
 
 def declare_page_size(server: Server) -> dict[str, int] | None:
@@ -152,11 +150,9 @@ def check_states(server: Server) -> None:
         return
     view, model_config = server.view, server.model_config
     no_layout = leave_out(LAYOUT.flag, text=f"serve without {LAYOUT.flag}")
-    for field, replay in (
-        ("enable_linear_replayssm", "--enable-linear-replayssm"),
-        ("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec"),
-    ):
+    for field in ("enable_linear_replayssm", "enable_linear_replayssm_spec"):
         if getattr(view, field):
+            replay = flag_of(field)
             raise Refusal(
                 f"{replay} does not work with {_TIER} and {LAYOUT.flag} {server.layout}: a state loaded from "
                 "the host would be combined with tokens that the slot's former owner was to replay",

@@ -1,4 +1,4 @@
-"""Models whose KV cache no layout stores, and the dtype that SGLang is shown for a layout."""
+"""Models whose KV cache no layout stores, and the dtype under which SGLang sees a layout."""
 
 from sgl_kvpool.refusal import Refusal, leave_out
 from sgl_kvpool.sglang_plugin.options import LAYOUT

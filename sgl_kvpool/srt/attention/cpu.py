@@ -58,10 +58,10 @@ class KVPoolMLABackend(AttentionBackend):
         self.deterministic = is_deterministic()
         self.row_format = fmt = pool.row_format
         #: New tokens' keys are attended as rows that are not rounded further than to bfloat16.
-        self._own_format = MLAKVCacheLayout.BF16.row_format(fmt.kv_lora_rank, fmt.qk_rope_head_dim)
-        # Lists and limits, as of `attend_lists`: of stored rows, and of the new tokens' own keys.
+        self._new_format = MLAKVCacheLayout.BF16.row_format(fmt.kv_lora_rank, fmt.qk_rope_head_dim)
+        # `lists` and `kv_lens` of `attend_lists`: of stored rows, and of the keys of new tokens.
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._own: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows_to_write = RowsToWrite(pool)
         if self.prefill_reads_rows:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
@@ -80,7 +80,7 @@ class KVPoolMLABackend(AttentionBackend):
         before = (lens - new)[request]
         table = self.req_to_token_pool.req_to_token
         tables = forward_batch.req_pool_indices.long() * table.stride(0)
-        self._own = None
+        self._new = None
         if self.deterministic:  # a list per token
             each = torch.stack([tables[request], token, torch.ones_like(token)], 1)
             self._stored = each, before + after
@@ -88,7 +88,7 @@ class KVPoolMLABackend(AttentionBackend):
         self._stored = torch.stack([tables, first, new], 1), before + after
         if not decodes and not self.prefill_reads_rows:
             self._stored = (self._stored[0], before) if before.any() else None
-            self._own = torch.stack([first, first, new], 1), after
+            self._new = torch.stack([first, first, new], 1), after
 
     @overrides
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -134,13 +134,13 @@ class KVPoolMLABackend(AttentionBackend):
         else:
             q_nope, q_rope = q.reshape(tokens, heads, rank), q_rope.reshape(tokens, heads, rope)
 
-        merged = self._stored is not None and self._own is not None
+        merged = self._stored is not None and self._new is not None
 
-        def attended(rows, entries, lists, limits, fmt, k_scale=1.0, page=None):
+        def attended(rows, kv_indices, lists, kv_lens, fmt, k_scale=1.0, page=None):
             out = q.new_empty((tokens, heads, rank), dtype=torch.float32 if merged else q.dtype)
             lse = q.new_empty((tokens, heads), dtype=torch.float32)
             cpu.attend_lists(
-                out, lse, q_nope, q_rope, rows, entries, lists, limits, fmt, layer.scaling, k_scale,
+                out, lse, q_nope, q_rope, rows, kv_indices, lists, kv_lens, fmt, layer.scaling, k_scale,
                 page, batch_invariant=self.deterministic,
             )  # fmt: skip
             return out, lse
@@ -150,10 +150,10 @@ class KVPoolMLABackend(AttentionBackend):
             rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
             table, k_scale = self.req_to_token_pool.req_to_token, pool.k_scale(layer.layer_id)
             parts.append(attended(rows, table, *self._stored, fmt, k_scale, pool.page_stride))
-        if self._own is not None:
+        if self._new is not None:
             values = [k_nope.reshape(tokens, rank), k_rope.reshape(tokens, rope)]
             rows = torch.cat(values, dim=-1).bfloat16().view(torch.uint8)
-            parts.append(attended(rows, torch.arange(tokens), *self._own, self._own_format))
+            parts.append(attended(rows, torch.arange(tokens), *self._new, self._new_format))
         if merged:
             cpu.merge(*parts[0], *parts[1])
         return parts[0][0].to(q.dtype).reshape(tokens, heads * rank)

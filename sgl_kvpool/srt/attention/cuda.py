@@ -71,7 +71,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.fmt = pool.row_format
         for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
             if buffer.is_cuda:
-                decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
+                decode_checks.rows_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
         self._decode_tail: DecodeBatch | None = None
@@ -148,8 +148,8 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             or is_in_breakable_cuda_graph()
         )
         if use_ragged:
-            own = bounds(forward_batch.extend_seq_lens_cpu)
-            plan_ragged(self.prefill_wrapper_ragged, self.indices_updater_prefill, own, own)
+            queries = bounds(forward_batch.extend_seq_lens_cpu)
+            plan_ragged(self.prefill_wrapper_ragged, self.indices_updater_prefill, queries, queries)
         self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)
 
     @overrides

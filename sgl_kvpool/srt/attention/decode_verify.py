@@ -61,8 +61,8 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> DecodeBatch | None:
         count += 1
     if not count:
         return None
-    own = slice(len(lengths) - count, len(lengths))
-    return DecodeBatch(forward_batch.seq_lens[own], forward_batch.req_pool_indices[own])
+    decodes = slice(len(lengths) - count, len(lengths))
+    return DecodeBatch(forward_batch.seq_lens[decodes], forward_batch.req_pool_indices[decodes])
 
 
 def is_deterministic() -> bool:
@@ -148,7 +148,7 @@ class KVLens:
             if self._computes_decodes:
                 lengths = forward_batch.seq_lens[: forward_batch.batch_size]
                 torch.add(lengths, self.draft_step, out=batch.kv_lens)
-                self._keep_own(batch.kv_lens)
+                self._keep_local(batch.kv_lens)
             return
         queries = batch.queries_per_request
         lengths = forward_batch.seq_lens[: forward_batch.batch_size, None]  # [requests, 1]
@@ -156,14 +156,14 @@ class KVLens:
         if mode.is_draft_extend_v2():
             # A draft extend's lengths already include the new tokens; those of a verification do not.
             batch.kv_lens.sub_(queries)
-        self._keep_own(batch.kv_lens)
+        self._keep_local(batch.kv_lens)
 
     @property
     def _computes_decodes(self) -> bool:
         """Whether the kv_lens of a plain decode are other numbers than SGLang's lengths."""
         return self.draft_step > 0 or self.dcp_size > 1
 
-    def _keep_own(self, kv_lens: torch.Tensor) -> None:
+    def _keep_local(self, kv_lens: torch.Tensor) -> None:
         """Of positions 0 to kv_lens - 1, count those of this rank."""
         if self.dcp_size > 1:
             kv_lens.add_(self.dcp_size - 1 - self.dcp_rank).floor_divide_(self.dcp_size)
@@ -206,7 +206,7 @@ class ListReader:
     ):
         self.pool, self.req_to_token = pool, req_to_token
         self.dcp_size, self.dcp_rank = pool.dcp_size, pool.dcp_rank
-        self._own_entries = req_to_token[:, self.dcp_rank :: self.dcp_size]
+        self._local_indices = req_to_token[:, self.dcp_rank :: self.dcp_size]
         device, decoded_heads = req_to_token.device, heads * self.dcp_size  # a rank decodes the heads of all
         self.kv_lens = KVLens(
             requests, most_queries, device, draft_step, dcp_rank=self.dcp_rank, dcp_size=self.dcp_size
@@ -216,7 +216,7 @@ class ListReader:
         #: `[tokens, heads]` float32, natural: of the last call.
         self.lse = torch.empty((tokens, decoded_heads), dtype=torch.float32, device=device)
         needed = decode_workspace_bytes(
-            pool.row_format, decoded_heads, requests, self._own_entries.shape[1], most_queries, device
+            pool.row_format, decoded_heads, requests, self._local_indices.shape[1], most_queries, device
         )
         self._workspace = get_buffer(f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, device))
 
@@ -235,7 +235,7 @@ class ListReader:
         mla_decode(
             q,
             pool.get_row_buffer(layer_id).squeeze(1),
-            self._own_entries,
+            self._local_indices,
             batch.kv_lens,
             pool.row_format,
             layer.scaling,

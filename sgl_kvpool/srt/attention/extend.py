@@ -106,8 +106,8 @@ def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> t
     place = torch.arange(total) - begin  # position within the request
     stored = prefix.repeat_interleave(length)
     first_stored = (prefix.cumsum(0) - prefix).repeat_interleave(length)
-    first_own = (query.cumsum(0) - query).repeat_interleave(length) + int(prefix.sum())
-    return torch.where(place < stored, first_stored + place, first_own + place - stored).int()
+    first_new = (query.cumsum(0) - query).repeat_interleave(length) + int(prefix.sum())
+    return torch.where(place < stored, first_stored + place, first_new + place - stored).int()
 
 
 def plan_extend(
@@ -197,7 +197,7 @@ class ExtendReader:
         some lengths if the heads of a rank do not divide its tile of 64 or 128 (12, 20, 24, 40 heads), and
         more than 16384 work items.
         """
-        lengths = [stored + own for stored, own in zip(prefix_lens, query_lens, strict=True)]
+        lengths = [stored + new for stored, new in zip(prefix_lens, query_lens, strict=True)]
         rows = rows_of_requests(prefix_lens, query_lens).pin_memory()
         try:
             self.wrapper.plan(
@@ -301,11 +301,11 @@ class ExtendReader:
         if with_lse:
             lse = torch.full((len(q), self.heads), float("-inf"), dtype=torch.float32, device=q.device)
         kv = kv.unsqueeze(1)
-        own = kv[:0] if extend_kv is None else extend_kv.unsqueeze(1)
+        new = kv[:0] if extend_kv is None else extend_kv.unsqueeze(1)
         qo_indptr = batch.qo_indptr[chunk.first_request : chunk.last_request + 1]
         # `batch.kv_indices` is not read: the rows are in order.
         extend_attention_fwd(
-            q, own, own[..., :rank], out, kv, kv[..., :rank], qo_indptr, chunk.kv_indptr, batch.kv_indices,
+            q, new, new[..., :rank], out, kv, kv[..., :rank], qo_indptr, chunk.kv_indptr, batch.kv_indices,
             None, True, None, batch.longest_query, 1.0, 1.0, sm_scale=scale, lse_extend=lse,
             skip_extend=extend_kv is None, skip_prefix=chunk.count == 0, identity_kv_indices=True,
         )  # fmt: skip

@@ -28,7 +28,7 @@ from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
 
 #: torch dtypes for the `kv_cache_dtype` that SGLang sees.
-SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+SGLANG_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
@@ -59,10 +59,10 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     @overrides
     def _create_buffers(self) -> None:
         assert self.use_dsa == self.serves_dsa, type(self)
-        shown = SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
-        if self.dtype != shown:
+        expected = SGLANG_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
+        if self.dtype != expected:
             raise Refusal(
-                f"SGLang sees layout {self.kv_cache_layout} as {shown}, but the pool was built "
+                f"SGLang sees layout {self.kv_cache_layout} as {expected}, but the pool was built "
                 f"with {self.dtype}; leave --kv-cache-dtype and --speculative-draft-kv-cache-dtype unset"
             )
         self.row_format = self.kv_cache_layout.pool_row_format(

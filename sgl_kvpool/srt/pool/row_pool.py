@@ -118,13 +118,13 @@ class RowPool:
         """Row numbers at which this rank stores SGLang's slots; -1 for the slots of other ranks."""
         if self.dcp_size > 1:
             local = local_slots(slots, self.dcp_size)
-            own = (slots >= 0) & (slots == global_slots(local, self.dcp_rank, self.dcp_size))
-            slots = torch.where(own, local, -1)
+            is_here = (slots >= 0) & (slots == global_slots(local, self.dcp_rank, self.dcp_size))
+            slots = torch.where(is_here, local, -1)
         return self.slot_to_row(slots)
 
     @property
     def page_stride(self) -> PageStride | None:
-        """By which kernels turn SGLang's slots into rows; None if slots are row numbers."""
+        """From which kernels compute the row of a slot of SGLang; None if slots are row numbers."""
         stride = None if self.placement is None else self.placement.page_stride
         if self.dcp_size == 1:
             return stride

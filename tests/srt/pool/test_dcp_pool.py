@@ -160,7 +160,7 @@ def test_every_rank_reads_and_backs_up_all_of_a_replicated_pool(arrangement, no_
         pool = device_pool("fp4", arrangement, page_size=6, dcp_replicated=True)
         assert check_rows(pool) == "rows of 3 of 3 layers"
         lists = ListReader(pool, table, 2, 4, 1)
-        assert torch.equal(lists._own_entries, table)
+        assert torch.equal(lists._local_indices, table)
         assert lists.kv_lens.dcp_size == 1
         tier = host_pool(pool)
         assert (tier.dcp_size, tier.dcp_rank, tier.page_size) == (1, 0, 6)
