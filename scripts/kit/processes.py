@@ -8,15 +8,15 @@ found as its children.
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.kit.workers import end_with_parent
+from sgl_kvpool.commands.processes import program
 
 #: PR_SET_CHILD_SUBREAPER of Linux's prctl.
 _PR_SET_CHILD_SUBREAPER = 36
@@ -93,28 +93,18 @@ def run_command(
     OSError: if the command cannot be started.
     """
     began = time.monotonic()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     before = _descendants()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-            # If this program is killed, the step ends too and does not disturb later runs.
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
-        )  # fmt: skip
+    # If this program is killed, the step ends too and does not disturb later runs.
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]}")
+    process = program.start(command, environment, log, folder=cwd, parent_ended=signal.SIGTERM)
     timed_out = False
     try:
         process.wait(timeout=max(0.0, limit_s))
     except subprocess.TimeoutExpired:
         timed_out = True
-    finally:
-        # Stop the command, also if Ctrl-C or SIGTERM ended this program's wait.
-        process.terminate()
-        try:
-            process.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    finally:  # also if Ctrl-C or SIGTERM ended this program's wait
+        status = program.end(process, _GRACE_S)
         left_behind = _end_descendants(before)
-    return Ended(process.returncode, time.monotonic() - began, timed_out, left_behind)
+    return Ended(status, time.monotonic() - began, timed_out, left_behind)

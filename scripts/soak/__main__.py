@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts.kit.outputs import commit, positive, replace_file, require_writable
+from scripts.kit.outputs import commit, positive, require_writable
 from scripts.kit.runner import Interrupted, signals_interrupt
 from scripts.soak.in_server.breakages import BREAKAGES
 from scripts.soak.leg import soak
@@ -31,7 +31,8 @@ from scripts.soak.servers import LEGS, of_model
 from sgl_kvpool import __version__
 from sgl_kvpool.commands.arguments import naming, without_secrets
 from sgl_kvpool.commands.doctor.probes import machine
-from sgl_kvpool.demo.server import ServerFailed
+from sgl_kvpool.commands.processes.server import ServerFailed
+from sgl_kvpool.folders import replace_file
 from sgl_kvpool.sglang_plugin.options import environment_problems
 
 SCHEMA = 3

@@ -4,9 +4,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 
 from sgl_kvpool import env
-from sgl_kvpool.attention import readers, topk_transform
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, PHASES
-from sgl_kvpool.attention.topk_transform import EXTEND_MODES, KVPOOL_DECODE
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED, Event
@@ -14,6 +11,9 @@ from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.attention import UNSHOWN_ALGORITHMS
+from sgl_kvpool.srt.facts import readers, topk_transform
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND, PHASES
+from sgl_kvpool.srt.facts.topk_transform import EXTEND_MODES, KVPOOL_DECODE
 
 _Rows = Iterator[Iterable[object]]
 #: Scope, name and text of each entry of a list.

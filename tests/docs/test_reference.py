@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS
 from sgl_kvpool.cli import main
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED
@@ -13,6 +11,8 @@ from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.hook_points import TESTED
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
+from sgl_kvpool.srt.facts.topk_transform import IMPLEMENTATIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
 

@@ -18,6 +18,8 @@ from peer_servers import decode_server, prefill_server
 from programs import clean_environment, printed_by, python_path
 from tiny_model import PROMPTS as SHORT_PROMPTS
 
+from sgl_kvpool.commands.processes.local_server import free_port, running
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.servers import (
     ask,
@@ -27,8 +29,6 @@ from sgl_kvpool.demo.cluster.servers import (
     router,
     until,
 )
-from sgl_kvpool.demo.local_server import free_port, running
-from sgl_kvpool.demo.server import Server, cpu_arguments
 
 HERE = Path(__file__).resolve().parent
 #: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.

@@ -12,9 +12,9 @@ import psutil
 from live_processes import ended
 from programs import clean_environment, printed_by, python_path
 
+from sgl_kvpool.commands.processes.server import cpu_arguments
 from sgl_kvpool.demo.model import held_out_windows
 from sgl_kvpool.demo.model import model_path as shipped_model_path
-from sgl_kvpool.demo.server import cpu_arguments
 
 HERE = Path(__file__).resolve().parent
 MODELS = "sgl_kvpool.demo.models"

@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster_questions import PROMPTS, failures, server
 from programs import python_path
 
+from sgl_kvpool.commands.processes.local_server import free_port, running
 from sgl_kvpool.demo.cluster.servers import (
     ask,
     metric_sum,
@@ -18,7 +19,6 @@ from sgl_kvpool.demo.cluster.servers import (
     router,
     until,
 )
-from sgl_kvpool.demo.local_server import free_port, running
 
 HERE = Path(__file__).parent
 

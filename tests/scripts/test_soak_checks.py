@@ -15,7 +15,7 @@ from scripts.soak import __main__ as soak
 from scripts.soak import checks, prompts
 from scripts.soak.servers import LEGS, cold_server, soaked_server
 from sgl_kvpool import env
-from sgl_kvpool.demo.server import ServerFailed
+from sgl_kvpool.commands.processes.server import ServerFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 

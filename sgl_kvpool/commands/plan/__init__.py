@@ -8,9 +8,6 @@ SGLang's own pool configurator; `planned.py` computes sizes of a host tier.
 import argparse
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +22,8 @@ from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
+from sgl_kvpool.commands.processes.worker import Worker, WorkerEnded
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
@@ -44,6 +42,8 @@ _PASSED_ON = {
     "--dcp-size": "--decode-context-parallel-size",
     "--max-total-tokens": "",
 }
+#: Time limit of an answer of SGLang, which may import code of the checkpoint, in seconds.
+_ANSWER_S = 3600.0
 #: Last words of the programs that take server arguments.
 _PROGRAMS = (("sglang", "serve"), ("-m", "sglang.launch_server"))
 
@@ -161,44 +161,24 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     """
     # The process must see no GPU; and it must have a single thread, because it forks.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as given:
-        json.dump({"machine": machine, "servers": servers}, given)
-        given.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**env.of_children(), **alone},
-            start_new_session=True,  # a process group, so that its forks are ended with it
-        )
-        assert process.stdout is not None
-        lines = []
+    command = [sys.executable, "-m", "sgl_kvpool.commands.plan.child"]
+    answers: list[dict[str, Any]] = []
+    with progress("asking SGLang") as reached, tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
-            with progress("asking SGLang") as reached:
+            with Worker(command, {**env.of_children(), **alone}, log) as worker:
                 reached("importing it")
-                for line in process.stdout:
-                    lines.append(line)
-                    reached(f"{len(lines)} of {len(servers)} servers")
-                process.wait()
-        except BaseException:  # Ctrl-C and SIGTERM: end the process group
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        log.seek(0)
-        last = "\n".join(log.read().splitlines()[-15:])
-    answers = [] if process.returncode else [json.loads(line) for line in lines]
-    for answer in answers:
-        if "unreadable" in answer:  # this is the last answer
-            raise OSError(answer["unreadable"])
-        if "failed" in answer:
-            raise NoAnswer(f"{answer['failed']}. Last lines:\n{last}")
-    if len(answers) != len(servers):
-        raise NoAnswer(
-            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
-        )
+                worker.hello(_ANSWER_S)
+                for number, server in enumerate(servers):
+                    reached(f"{number} of {len(servers)} servers")
+                    answers.append(worker.run({"machine": machine, **server}, _ANSWER_S)["value"])
+                    if "unreadable" in answers[-1]:  # for the other servers too
+                        raise OSError(answers[-1]["unreadable"])
+                    if "failed" in answers[-1]:
+                        raise WorkerEnded(answers[-1]["failed"])
+        except WorkerEnded as ended:
+            log.seek(0)
+            last = "\n".join(log.read().splitlines()[-15:])
+            raise NoAnswer(f"SGLang was not asked to the end: {ended}. Last lines:\n{last}") from None
     return answers
 
 

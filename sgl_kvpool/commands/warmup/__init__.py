@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, Served, model_of
 from sgl_kvpool.commands.warmup.steps import VARIABLES, carry_out, steps_on_cpu, steps_on_cuda
 from sgl_kvpool.layout import MLAKVCacheLayout

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from sgl_kvpool import compiler
-from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.folders import CACHE, named
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
 
 #: Lines shown of a compiler's message.
 _LINES = 20

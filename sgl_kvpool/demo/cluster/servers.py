@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.commands.processes.local_server import LocalServer, ServerFailed, free_port, past_proxies
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, past_proxies
 from sgl_kvpool.demo.model import held_out_windows, model_path
-from sgl_kvpool.demo.server import Server, cpu_arguments
 
 _LOOPBACK = "127.0.0.1"
 PAGE_SIZE = 64

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.registry import around, fields, uses
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _WITHOUT_MLA = "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"

@@ -1,13 +1,13 @@
 """What does not work with a layout on a server with decode context parallelism (`--dcp-size`)."""
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import fields
 from sgl_kvpool.sglang_plugin.rules.attention import ALONE
 from sgl_kvpool.sglang_plugin.rules.features import DCP_FEATURES, first_in_use
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 fields("dcp_size")
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from sgl_kvpool.attention.readers import SGLANG_READERS, STRIDED_READERS, can_read, check_readers, readers
-from sgl_kvpool.attention.readers import suggestions as suggested
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.srt.facts.readers import SGLANG_READERS, STRIDED_READERS, can_read, check_readers, readers
+from sgl_kvpool.srt.facts.readers import suggestions as suggested
 
 STOCK = frozenset().union(*(line.backends for line in SGLANG_READERS.values()))
 EVERY_BACKEND = ["kvpool_mla", *sorted(STOCK), "dsa", "unheard_of"]

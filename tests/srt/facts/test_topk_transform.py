@@ -17,7 +17,7 @@ from topk_table import (
 )
 
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention.topk_transform import (
+from sgl_kvpool.srt.facts.topk_transform import (
     UnsupportedCombination,
     check_combination,
     select_topk_transform,

@@ -12,9 +12,13 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.commands.processes.server import Server
 
+#: Prose of Python 3.11.7's language reference, then of its library's docstrings, each paragraph once; its
+#: licence is ``demo/byte_mla_python/LICENSE-held-out.txt``.
+ENGLISH = Path(__file__).with_name("english.txt")
 #: Windows in one request: enough to fill a prefill batch.
 WINDOWS_PER_REQUEST = 4
 #: Most probable tokens that are compared at each position.
