@@ -23,6 +23,7 @@ from sgl_kvpool.commands.evaluate.measure import (
     standard_error,
 )
 from sgl_kvpool.commands.processes.server import Server, ServerFailed
+from sgl_kvpool.commands.tables import aligned
 from sgl_kvpool.folders import replace_file
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
@@ -137,11 +138,7 @@ def table(results: Sequence[Result], token: str) -> str:
     if any(result.hidden is not None for result in results):
         found = [result.hidden or [] for result in results]
         columns.append(("hidden numbers", "found", [f"{sum(x)} of {len(x)}" if x else "-" for x in found]))
-    widths = [max(map(len, (first, second, *cells))) for first, second, cells in columns]
-    lines = []
-    for row in zip(*([first, second, *cells] for first, second, cells in columns), strict=True):
-        others = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([f"{row[0]:{widths[0]}}", *others]))
+    lines = aligned(zip(*([first, second, *cells] for first, second, cells in columns), strict=True))
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
     if any(result.accepted_drafts == [] for result in results):

@@ -50,7 +50,8 @@ def end(process: subprocess.Popen[bytes] | Forked, grace_s: float) -> int:
     finally:
         # Also if the wait was interrupted, and if children outlive the program.
         kill(process)
-    return process.wait()
+        status = process.wait()
+    return status
 
 
 def kill(process: subprocess.Popen[bytes] | Forked) -> None:

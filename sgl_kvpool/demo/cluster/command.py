@@ -9,6 +9,7 @@ from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.commands.processes.local_server import free_port, running
 from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.processes.server import FAILURES, in_words
+from sgl_kvpool.commands.tables import aligned
 from sgl_kvpool.demo.cluster import servers
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.model import model_path
@@ -122,18 +123,21 @@ def _compare(
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:
-    prompt = servers.PROMPT_TOKENS
-    lines = [
-        f"{'layout':16} {'bytes per page':^25} {f'of {prompt} tokens found':^27} {'answers':>14}",
-        f"{'':16} {'sent to':>12} {'kept in':>12} {'on the':>8} {'in host':>8} {'in the':>9} {'beside':>14}",
-        f"{'':16} {'decode':>12} {'the store':>12} {'device':>8} {'memory':>8} {'store':>9} "
-        f"{'one server':>14}",
+    page, prompt = "bytes per page", f"of {servers.PROMPT_TOKENS} tokens"
+    rows: list[tuple[object, ...]] = [
+        ("layout", page, page, prompt, prompt, prompt, "answers"),
+        (
+            "",
+            "sent to decode",
+            "in the store",
+            "on device",
+            "in host memory",
+            "in the store",
+            "as one server's",
+        ),
     ]
     for result in results:
-        found, answers = result["found"], "the same" if result["same_answers"] else "OTHERS"
-        lines.append(
-            f"{result['layout']:16} {result['transferred_page_bytes']:12.0f} "
-            f"{result['stored_page_bytes']:12.0f} {found['device']:8} {found['host']:8} "
-            f"{found['storage']:9} {answers:>14}"
-        )
-    return "\n".join(lines)
+        size = [f"{result[f'{name}_page_bytes']:.0f}" for name in ("transferred", "stored")]
+        found = [result["found"][place] for place in ("device", "host", "storage")]
+        rows.append((result["layout"], *size, *found, "the same" if result["same_answers"] else "OTHERS"))
+    return "\n".join(aligned(rows))
