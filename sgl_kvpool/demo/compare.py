@@ -14,10 +14,10 @@ from sgl_kvpool.commands.evaluate.measure import (
     WINDOWS_PER_REQUEST,
     Scores,
     answer,
+    ask,
     compare_hits,
     generate_greedily,
     score,
-    tiered_hit,
 )
 from sgl_kvpool.commands.processes.forks import Forks
 from sgl_kvpool.commands.processes.server import (
@@ -40,8 +40,8 @@ _HOST_TIER_BYTES = (2 << 30) + (3 << 30)
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
 _RESULTS += tuple(f"answers-{layout}.log" for layout in MLAKVCacheLayout)
 
-#: Tokens of greedy text, and largest number of tokens of an answer.
-GREEDY_TOKENS, ANSWER_TOKENS = 48, 240
+#: Tokens after a hit, of greedy text, and largest number of tokens of an answer.
+_AFTER_HIT, GREEDY_TOKENS, ANSWER_TOKENS = 32, 48, 240
 
 #: Time of all servers until the table, which determines the default number of windows: five minutes without
 #: what converts the model and imports SGLang; and time of a server besides its start and its windows.
@@ -211,12 +211,12 @@ def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
     """A hit in the host tier, greedy text and an answer, as fields of a `Result`."""
     more: dict[str, Any] = {}
     if _HOST_TIER[0] in server.arguments:
-        _, device = (tiered_hit(server, model.evicted) for _ in range(2))
+        _, device = (ask(server, model.evicted, _AFTER_HIT) for _ in range(2))
         # As many tokens as the pool has: they evict the prompt.
         tokens, window = server.info()["max_total_num_tokens"], len(model.windows[0])
         for ids in model.windows[: -(-tokens // window)]:
-            tiered_hit(server, ids, new_tokens=1)
-        more["host_hit"] = compare_hits(device, tiered_hit(server, model.evicted))
+            ask(server, ids, new_tokens=1)
+        more["host_hit"] = compare_hits(device, ask(server, model.evicted, _AFTER_HIT))
     if model.prompts:
         more["greedy"] = generate_greedily(server, model.prompts, GREEDY_TOKENS)
     if model.question:

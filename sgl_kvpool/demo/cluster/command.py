@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.commands.evaluate.measure import ask
 from sgl_kvpool.commands.processes.local_server import free_port, running
 from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.processes.server import FAILURES, in_words
@@ -89,21 +90,21 @@ def _compare(
     with running(prefill, decode), front:
         # SGLang's client has already stored an entry of its own.
         keys, stored_bytes = len(store.page_keys()), store.stored_bytes()
-        answers = [servers.ask(front, text) for text in texts]
+        answers = [ask(front, text) for text in texts]
         pages = len(texts) * servers.CACHED_PAGES
         servers.until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
         transferred_bytes = servers.metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
         # The last prompt is on the device, the first prompt in the host tier only. After the flush, the
         # second prompt is in the store only.
-        answers += [servers.ask(front, texts[-1]), servers.ask(front, texts[0])]
+        answers += [ask(front, texts[-1]), ask(front, texts[0])]
         prefill.get("/flush_cache?timeout=30")
-        answers.append(servers.ask(front, texts[1]))
+        answers.append(ask(front, texts[1]))
     # All prompts fit into its pool, so all hits are on the device.
     with servers.small_server(
         layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * servers.POOL_TOKENS
     ) as one:
-        expected = [servers.ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
+        expected = [ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
     same = [[(a["ids"], a["logprobs"]) for a in some] for some in (answers, expected)]
     return {
         "layout": layout.value,

@@ -14,7 +14,6 @@ from sgl_kvpool.commands.evaluate.measure import (
     Greedy,
     HostHit,
     Scores,
-    TieredHit,
     compare_hits,
     compare_scores,
 )
@@ -55,7 +54,7 @@ def test_differences():
 
 
 def hit(device=0, host=0, tokens=(1, 2, 3)):
-    return TieredHit(prompt_tokens=1000, device_tokens=device, host_tokens=host, token_ids=list(tokens))
+    return {"prompt_tokens": 1000, "details": {"device": device, "host": host}, "ids": list(tokens)}
 
 
 def test_hits_that_are_compared():
