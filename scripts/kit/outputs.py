@@ -5,24 +5,16 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.commands.arguments import naming, number
 from sgl_kvpool.folders import beside, replace_file
 
-
-def positive(text: str) -> float:
-    """Type of an argument: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
-    return value
+#: Type of an argument.
+positive = partial(number, what="a finite number above 0", limit=1e9)
 
 
 def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None:

@@ -1,6 +1,7 @@
 """`sgl-kvpool warmup`: compiles a server's code in advance, so that the server finds it on disk."""
 
 import argparse
+from collections import Counter
 from dataclasses import replace
 
 from sgl_kvpool.commands.arguments import whole
@@ -62,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
     for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
         print(f"  {cache.name} in {cache.folder()} ({cache.variable})")
-    outcomes = carry_out(steps)
-    counts = {state: sum(o.state == state for o in outcomes) for state in ("compiled", "cached", "FAILED")}
+    counts = Counter(carry_out(steps))
     print(f"{counts['compiled']} compiled, {counts['cached']} cached, {counts['FAILED']} failed")
     return 1 if counts["FAILED"] else 0
 
