@@ -60,37 +60,26 @@ class _Crew:
         self.errors: list[BaseException] = []
         self.reason = ""
 
-    @property
     def is_unfinished(self) -> bool:
-        """Whether untaken jobs remain; true before the first worker's `hello`."""
-        return self._left is None or bool(self._left)
+        """Whether a job can be begun; true before the first worker's `hello`."""
+        return self._left != deque() and not self.errors and time.monotonic() < self._end
 
     def work(self) -> None:
         """Body of one thread: run a worker, and replace it whenever it has ended."""
-        worker, failed = None, 0
+        failed = 0
         try:
-            while failed < _FAILED_STARTS and not self.errors and self.is_unfinished:
-                if time.monotonic() >= self._end:
-                    self.reason = ""
-                    break
+            while failed < _FAILED_STARTS and self.is_unfinished():
                 try:
-                    worker = worker or self._start()
+                    worker = self._start()
                 except (WorkerEnded, OSError) as error:
                     failed, self.reason = failed + 1, f"no worker could be started: {error}"
                     continue
                 failed = 0
-                with self._lock:
-                    if not self._left:
-                        break
-                    job = self._left.popleft()
-                if not self._run(worker, job):
-                    worker.close()
-                    worker = None
+                with worker:
+                    while self.is_unfinished() and self._run(worker):
+                        pass
         except BaseException as error:  # raised again by `run_jobs`, in the program's own thread
             self.errors.append(error)
-        finally:
-            if worker is not None:
-                worker.close()
 
     def _start(self) -> Worker:
         worker = Worker(self._command, on_path())
@@ -100,9 +89,13 @@ class _Crew:
                 self._left = deque(self._plan(hello))
         return worker
 
-    def _run(self, worker: Worker, job: Any) -> bool:
-        """Run a job; returns whether the worker can be used again."""
+    def _run(self, worker: Worker) -> bool:
+        """Run a job, if one is left; returns whether the worker can be used again."""
         usable, value, failure = False, None, ""
+        with self._lock:
+            if not self._left:
+                return False
+            job = self._left.popleft()
         try:
             answer = worker.run(job, self._job_limit_s)
             usable, value = answer["usable"], answer["value"]
@@ -144,4 +137,4 @@ def run_jobs(
         thread.join()
     if crew.errors:
         raise crew.errors[0]
-    return crew.reason if crew.is_unfinished else ""
+    return crew.reason if crew.is_unfinished() else ""
