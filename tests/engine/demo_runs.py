@@ -101,7 +101,7 @@ def killed(model_path, folder):
     printed = folder / "printed"
     with printed.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    while "scoring" not in printed.read_text() and process.poll() is None:
+    while "ready after" not in printed.read_text() and process.poll() is None:
         time.sleep(0.2)
     # Forked processes keep the name of the importing one; the scheduler has most memory of its own.
     family = psutil.Process(process.pid).children(recursive=True)

@@ -106,6 +106,7 @@ def test_a_killed_server_is_reported_in_one_line(record):
     assert found["status"] == 1
     lines = found["printed"].splitlines()
     end = " failed: the server's process scheduler_0 ended with signal 9 (Killed; out of memory?)"
+    assert any(line.startswith("[1/1] fp4: ready after ") for line in lines)
     assert lines[-2] == f"[1/1] fp4:{end}"
     assert lines[-1].startswith("the server's log: ")
 

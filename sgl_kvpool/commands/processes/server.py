@@ -133,13 +133,13 @@ def in_turn(
                 reached("starting SGLang")
                 with server:
                     start_seconds = time.monotonic() - began
+                    print(f"{what}: ready after {start_seconds:.0f} s", flush=True)
                     reached("asking it")
                     result, text = ask(server, layout, start_seconds)
         except FAILURES as error:
             print(f"{what}: failed: {in_words(error)}\nthe server's log: {server.log}", flush=True)
             return found, True
         found.append(result)
-        text = f"{what}: ready after {start_seconds:.0f} s, {text}"
         left = round((time.monotonic() - began) * (len(layouts) - number) / 60)
-        print(f"{text}; about {left} minutes left" if left else text, flush=True)
+        print(f"{what}: {text}{f'; about {left} minutes left' if left else ''}", flush=True)
     return found, False
