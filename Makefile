@@ -33,7 +33,7 @@ demo: $(STAMP)
 # cores. Long tests are marked slow; of the others, pytest lists the slowest five that take more than five seconds.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5 \
-	  tests/attention tests/codec tests/docs tests/memory tests/sglang_plugin tests/transfer/test_plan.py tests/test_layout.py
+	  tests/attention tests/codec tests/docs tests/memory tests/sglang_plugin tests/srt/facts tests/transfer/test_plan.py tests/test_layout.py
 
 # Two tests at a time: more servers would not fit into 24 GB.
 test: $(STAMP)

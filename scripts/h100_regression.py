@@ -28,7 +28,7 @@ from scripts.kit.environment import Machine, facts_of, find_machine
 from scripts.kit.outputs import positive
 from scripts.kit.records import Run, read_run
 from scripts.kit.runner import Step, in_words
-from scripts.servers.compare import compare
+from scripts.servers.regressions import compare
 from scripts.servers.request import Options
 from scripts.servers.results import Results
 from scripts.servers.shapes import LAYOUTS

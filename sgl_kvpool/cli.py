@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sgl_kvpool import __version__
-from sgl_kvpool.commands import arguments, plan, reference, warmup
-from sgl_kvpool.commands.waiting import progress
-from sgl_kvpool.demo import evaluate, model, report
+from sgl_kvpool.commands import arguments, evaluate, plan, reference, warmup
+from sgl_kvpool.commands.evaluate import report
+from sgl_kvpool.commands.processes.progress import progress
+from sgl_kvpool.commands.tables import aligned
+from sgl_kvpool.demo import model
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import line
 from sgl_kvpool.sglang_plugin.options import environment_problems
@@ -153,14 +155,13 @@ def _layouts(arguments: argparse.Namespace) -> int:
     widest = max(fmt.row_bytes for fmt in formats)
     print(f"one token of one layer: latent {formats[0].kv_lora_rank}", end="")
     print(f", rope {formats[0].qk_rope_head_dim}")
-    print(f"{'layout':16} {'bytes':>6} {'tokens':>7}  content, in order")
+    rows = [("layout", "bytes", "tokens", "content, in order")]
     for fmt in formats:
         content = [f"{s.count} x {s.encoding.value[0]}" for s in fmt.segments]
-        if fmt.padding_bytes:
-            content.append(f"{fmt.padding_bytes} zero bytes")
-        print(
-            f"{fmt.layout.value:16} {fmt.row_bytes:6} {widest / fmt.row_bytes:6.2f}x  " + " | ".join(content)
-        )
+        content += [f"{fmt.padding_bytes} zero bytes"] * bool(fmt.padding_bytes)
+        tokens = f"{widest / fmt.row_bytes:.2f}x"
+        rows.append((fmt.layout.value, str(fmt.row_bytes), tokens, " | ".join(content)))
+    print("\n".join(aligned(rows, left=(0, 3))))
     return 0
 
 
@@ -179,19 +180,19 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _demo_cluster(arguments: argparse.Namespace) -> int:
-    from sgl_kvpool.demo.cluster import compare
+    from sgl_kvpool.demo.cluster import command
     from sgl_kvpool.demo.compare import has_room_for_host_tier
 
     if unused := [flag for flag in ("model", "windows") if getattr(arguments, flag) is not None]:
         raise ValueError(f"--cluster serves model bytes and scores no windows; leave out --{unused[0]}")
-    if missing := [name for name in compare.NEEDED if find_spec(name) is None]:
+    if missing := [name for name in command.NEEDED if find_spec(name) is None]:
         raise ValueError(
             f"--cluster needs {', '.join(missing)}, which this environment lacks; "
             "pip install 'sgl-kvpool[distributed]'"
         )
     if not has_room_for_host_tier():
         raise ValueError(f"--cluster needs a host tier: {report.NO_ROOM}; free some")
-    return compare.compare_clusters(arguments.layouts or compare.LAYOUTS, arguments.out)
+    return command.compare_clusters(arguments.layouts or command.LAYOUTS, arguments.out)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -127,3 +127,15 @@ def _account(uid: int) -> str:
         return f"account {pwd.getpwuid(uid).pw_name}"
     except KeyError:
         return f"account {uid}"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically: a reader gets the old text or the new text, never a part."""
+    beside(path).write_text(text, "utf-8")
+    beside(path).replace(path.resolve())
+
+
+def beside(path: Path) -> Path:
+    """The file that is renamed to `path` once it is complete; a link stays a link."""
+    real = path.resolve()
+    return real.with_name(f"{real.name}.new")

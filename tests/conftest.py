@@ -14,8 +14,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 #: Folders with modules that tests of other folders import: oracles, pools, cases. Their names are unique.
 HELPERS = (
-    *("attention", "codec", "demo", "docs", "gpu", "ptxrun", "sglang_plugin", "transfer"),
-    *("srt/attention", "srt/host", "srt/pool", "srt/self_check"),
+    *(
+        "attention",
+        "codec",
+        "commands/evaluate",
+        "demo",
+        "docs",
+        "gpu",
+        "ptxrun",
+        "sglang_plugin",
+        "transfer",
+    ),
+    *("srt/attention", "srt/facts", "srt/host", "srt/pool", "srt/self_check"),
 )
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in HELPERS]
 sys.path.append(str(ROOT))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sgl_kvpool.demo import forks
+from sgl_kvpool.commands.processes import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 

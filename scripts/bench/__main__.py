@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
 
 #: Module and class of each benchmark.
 BENCHMARKS = {

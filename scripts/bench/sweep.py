@@ -20,8 +20,9 @@ import torch
 
 from scripts.bench.measurements import is_ours, what
 from scripts.kit.outputs import Report, commit, positive, require_writable
-from scripts.kit.workers import Jobs, Outcome, cuda_is_broken, run_jobs
+from scripts.kit.workers import Outcome, cuda_is_broken, run_jobs
 from sgl_kvpool import __version__
+from sgl_kvpool.commands.processes.worker import Jobs
 
 Case = dict[str, Any]
 Row = dict[str, Any]

@@ -21,8 +21,9 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.figures import flashmla_costs, loop_costs
-from scripts.kit.outputs import markdown, updated
+from scripts.kit.outputs import updated
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, tile_config
+from sgl_kvpool.commands.tables import markdown
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("attention", "codec", "ptxrun")]
@@ -173,7 +174,7 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
         for layout in (layout.value for layout in MLAKVCacheLayout)
         for kernel in dict.fromkeys(kernel for name, kernel, _ in cells if name == layout)
     ]
-    return markdown(["layout", "kernel", *(f"{heads} heads" for heads in HEADS)], rows)
+    return markdown(["layout", "kernel", *(f"{heads} heads" for heads in HEADS)], *rows)
 
 
 def page_of(costs: list[dict[str, Any]], text: str) -> str:

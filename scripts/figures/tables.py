@@ -13,7 +13,8 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.accuracy.forms import DISTRIBUTIONS, FORMS, LATENTS, latents, relative_error
-from scripts.kit.outputs import markdown, updated
+from scripts.kit.outputs import updated
+from sgl_kvpool.commands.tables import markdown
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 
@@ -65,7 +66,7 @@ def errors_table() -> str:
     for name in DISTRIBUTIONS:
         errors = [relative_error(latents(name), form(latents(name))) for form in forms.values()]
         lines.append([name, *(f"{error:.3f}" for error in errors)])
-    return markdown(["latents", *forms], lines)
+    return markdown(["latents", *forms], *lines)
 
 
 def llm_table() -> str:
@@ -78,7 +79,7 @@ def llm_table() -> str:
         error = f"{found[name]['relative_error']:.4f}"
         lines.append([name, _change(found[name]), top, error, _change(served.get(name))])
     titles = ["keys, values stored as", "perplexity", "same top token", "error of rows", "through a server"]
-    return markdown(titles, lines)
+    return markdown(titles, *lines)
 
 
 def bytes_table() -> str:
@@ -88,7 +89,7 @@ def bytes_table() -> str:
         if one["difference"] is not None:
             top = f"{100 * one['difference']['same_top_token']:.2f} %"
             lines.append([f"`{one['layout']}`", _change(one, 3), top])
-    return markdown(["layout", "perplexity", "same top byte"], lines)
+    return markdown(["layout", "perplexity", "same top byte"], *lines)
 
 
 def cpu_table() -> str:
@@ -113,7 +114,7 @@ def cpu_table() -> str:
             f"engine `cpu`, `{arrangement.value}` pool, to the host / from it, of a contiguous copy", rows,
             lambda one: f"{_percent(one['to_host_of_copy'])} / {_percent(one['to_device_of_copy'])}",
         )  # fmt: skip
-    return markdown(["", *(f"`{layout}`" for layout in LAYOUTS)], lines)
+    return markdown(["", *(f"`{layout}`" for layout in LAYOUTS)], *lines)
 
 
 def token_table() -> str:
@@ -130,7 +131,7 @@ def token_table() -> str:
         f"DeepSeek-V3.2: {LAYERS} layers and index keys | Kimi-Linear: 7 of 27 layers | "
         f"{LAYERS} layers: prompt of 131072 tokens, GB | tokens in 1 TB, millions"
     )
-    return markdown(titles.split(" | "), lines)
+    return markdown(titles.split(" | "), *lines)
 
 
 _ACCURACY = {"llm": llm_table, "errors": errors_table, "bytes": bytes_table}

@@ -4,24 +4,17 @@ import argparse
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.commands.arguments import naming, number
+from sgl_kvpool.folders import beside, replace_file
 
-
-def positive(text: str) -> float:
-    """Type of an argument: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
-    return value
+#: Type of an argument.
+positive = partial(number, what="a finite number above 0", limit=1e9)
 
 
 def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None:
@@ -32,8 +25,8 @@ def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None
         with naming("--json", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_file() or not path.exists():
-                _beside(path).open("w").close()  # its name is longer
-                _beside(path).unlink()
+                beside(path).open("w").close()  # its name is longer
+                beside(path).unlink()
             elif not path.is_dir():
                 raise ValueError(f"--json {str(path)!r} is not a regular file; name another")
             path.open("a").close()
@@ -100,23 +93,6 @@ class Report:
 
 def _key(job: Any) -> str:
     return json.dumps(job, sort_keys=True)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically: a reader gets the old text or the new text, never a part."""
-    _beside(path).write_text(text, "utf-8")
-    _beside(path).replace(path.resolve())
-
-
-def _beside(path: Path) -> Path:
-    real = path.resolve()
-    return real.with_name(f"{real.name}.new")
-
-
-def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of a documentation page."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (titles, *rows)]
-    return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
 
 def updated(text: str, tables: Mapping[str, Callable[[], str]]) -> str:

@@ -7,16 +7,17 @@ found as its children.
 
 import contextlib
 import ctypes
-import os
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.kit.workers import end_with_parent
+import psutil
+
+from sgl_kvpool.commands.processes import program
 
 #: PR_SET_CHILD_SUBREAPER of Linux's prctl.
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,41 +42,26 @@ class Ended:
     left_behind: int
 
 
-def processes() -> dict[int, tuple[int, int, str]]:
-    """Parent, session and start time of every live process, by id; empty without /proc."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = entry.read_text()
-        except OSError:  # the process has ended
-            continue
-        # The name, in parentheses, may contain any character.
-        rest = text.rpartition(")")[2].split()
-        if rest[0] != "Z":
-            found[int(entry.parent.name)] = (int(rest[1]), int(rest[3]), rest[19])
+def _descendants() -> set[psutil.Process]:
+    """Live descendants of this process."""
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.status() != psutil.STATUS_ZOMBIE:
+                found.add(each)
     return found
 
 
-def _descendants() -> set[tuple[int, str]]:
-    """Id and start time of every live descendant of this process; ids alone are reused."""
-    rows, found, parents = processes(), set(), {os.getpid()}
-    while parents:
-        children = {pid for pid, (parent, _, _) in rows.items() if parent in parents}
-        found |= {(pid, rows[pid][2]) for pid in children}
-        parents = children
-    return found
-
-
-def _end_descendants(before: set[tuple[int, str]]) -> int:
+def _end_descendants(before: set[psutil.Process]) -> int:
     """Wait for descendants that are ending, kill the rest; returns the number of killed processes."""
     deadline = time.monotonic() + _DYING_S
     while (left := _descendants() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     count, deadline = len(left), time.monotonic() + 5
     while left and time.monotonic() < deadline:
-        for pid, _ in left:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
-                os.kill(pid, signal.SIGKILL)
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+                each.kill()
         time.sleep(0.05)
         left = _descendants() - before
     return count
@@ -93,28 +79,18 @@ def run_command(
     OSError: if the command cannot be started.
     """
     began = time.monotonic()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     before = _descendants()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-            # If this program is killed, the step ends too and does not disturb later runs.
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
-        )  # fmt: skip
+    # If this program is killed, the step ends too and does not disturb later runs.
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]}")
+    process = program.start(command, environment, log, folder=cwd, parent_ended=signal.SIGTERM)
     timed_out = False
     try:
         process.wait(timeout=max(0.0, limit_s))
     except subprocess.TimeoutExpired:
         timed_out = True
-    finally:
-        # Stop the command, also if Ctrl-C or SIGTERM ended this program's wait.
-        process.terminate()
-        try:
-            process.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    finally:  # also if Ctrl-C or SIGTERM ended this program's wait
+        status = program.end(process, _GRACE_S)
         left_behind = _end_descendants(before)
-    return Ended(process.returncode, time.monotonic() - began, timed_out, left_behind)
+    return Ended(status, time.monotonic() - began, timed_out, left_behind)

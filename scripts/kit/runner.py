@@ -13,7 +13,8 @@ from scripts import ROOT
 from scripts.kit.environment import Machine, on_path
 from scripts.kit.processes import Ended, run_command
 from scripts.kit.records import Measurement, StepRecord
-from scripts.kit.workers import signal_name
+from sgl_kvpool.commands.processes.progress import progress
+from sgl_kvpool.commands.processes.worker import signal_name
 
 
 class Interrupted(BaseException):
@@ -114,7 +115,7 @@ def run_steps(
     for number, step in enumerate(steps, 1):
         reason = _why_not(step, machine, records)
         about = f", about {in_words(step.expected_s)}" if step.expected_s and reason is None else ""
-        say(f"[{number}/{len(steps)}] {step.name}{about} ... ")
+        what = f"[{number}/{len(steps)}] {step.name}{about}"
         if interrupted is not None:
             reason = f"interrupted by {interrupted}"
         elif reason is None and time.monotonic() >= deadline:
@@ -124,14 +125,15 @@ def run_steps(
         else:
             left_s = deadline - time.monotonic()
             try:
-                record = _run(step, out, step.limit_s * time_limit_scale, left_s)
+                with progress(what):
+                    record = _run(step, out, step.limit_s * time_limit_scale, left_s)
             except Interrupted as caught:
                 interrupted = caught
                 record = StepRecord(step.name, "interrupted", f"by {caught}")
         records.append(record)
         ended(record)
         tail = f": {record.reason}" if record.reason else ""
-        say(f"{record.seconds:.0f} s {record.status}{tail}\n")
+        say(f"{what}: {record.seconds:.0f} s {record.status}{tail}\n")
     if interrupted is not None:
         raise interrupted
     return records

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.servers.shapes import PAGE_SIZE
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.commands.processes.server import Server
 
 ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 #: Tokens generated after hits, to check the rows that were found.

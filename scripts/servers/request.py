@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.servers.shapes import LAYOUTS, Load, tokens
-from sgl_kvpool.demo.measure import Scores
+from sgl_kvpool.commands.evaluate.measure import Scores
 
 #: Parts of a server's step.
 PARTS = ("accuracy", "memory", "throughput", "hits")

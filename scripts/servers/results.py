@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.kit.environment import Machine, driver_facts
-from scripts.kit.outputs import replace_file
 from scripts.kit.records import SCHEMA, Run, StepRecord, read_run, write_lines
 from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
+from sgl_kvpool.folders import replace_file
 
 #: Most lines of failed tests, of faster splits, and of a step's numbers; results.jsonl has all.
 _MOST_TESTS, _MOST_SPLITS, _MOST_NUMBERS = 20, 12, 40

@@ -22,8 +22,8 @@ from scripts.kit.records import Measurement, write_lines
 from scripts.servers.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE
 from scripts.servers.questions import throughput, wait_for_hits
 from scripts.servers.request import PARTS, Answers, Request
-from sgl_kvpool.demo.measure import Scores, compare_scores, score
-from sgl_kvpool.demo.server import FAILURES, Server, ServerFailed, free_port
+from sgl_kvpool.commands.evaluate.measure import Scores, compare_scores, score
+from sgl_kvpool.commands.processes.server import FAILURES, Server, ServerFailed, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4

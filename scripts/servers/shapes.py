@@ -11,8 +11,8 @@ from pathlib import Path
 from scripts import ROOT
 from scripts.kit.environment import Machine
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout, env
-from sgl_kvpool.attention.readers import SGLANG_READERS
-from sgl_kvpool.attention.topk_transform import working_pairs
+from sgl_kvpool.srt.facts.readers import SGLANG_READERS
+from sgl_kvpool.srt.facts.topk_transform import working_pairs
 
 LAYOUTS = tuple(layout.value for layout in MLAKVCacheLayout)
 ARRANGEMENTS = tuple(arrangement.value for arrangement in KVArrangement.of_rows())
@@ -194,8 +194,8 @@ def random_shapes(machine: Machine) -> list[Shape]:
 
 def demo_shape() -> Shape:
     """The small trained model that comes with the package, served on a CPU."""
+    from sgl_kvpool.commands.processes.server import cpu_arguments
     from sgl_kvpool.demo.model import held_out_windows, model_path
-    from sgl_kvpool.demo.server import cpu_arguments
 
     # Without --model-path, --port and the pool size, which are added later.
     arguments = cpu_arguments("", 0)[4:]

@@ -17,24 +17,22 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts.kit.outputs import commit, positive, replace_file, require_writable
+from scripts.kit.outputs import commit, positive, require_writable
 from scripts.kit.runner import Interrupted, signals_interrupt
 from scripts.soak.in_server.breakages import BREAKAGES
 from scripts.soak.leg import soak
 from scripts.soak.servers import LEGS, of_model
-from sgl_kvpool import __version__
 from sgl_kvpool.commands.arguments import naming, without_secrets
-from sgl_kvpool.commands.doctor.probes import machine
-from sgl_kvpool.demo.server import ServerFailed
+from sgl_kvpool.commands.evaluate.report import measured_on
+from sgl_kvpool.commands.processes.server import ServerFailed
+from sgl_kvpool.folders import replace_file
 from sgl_kvpool.sglang_plugin.options import environment_problems
 
-SCHEMA = 3
+SCHEMA = 4
 #: Exit status of a soak without violations whose checks mean nothing.
 MEANS_NOTHING = 3
 
@@ -80,10 +78,8 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "command": shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-        "versions": {**{name: version(name) for name in ("sglang", "torch")}, "sgl-kvpool": __version__},
-        "machine": machine(),
+        **measured_on(),
         "model": options.model or "demo",
         "seed": options.seed,
         "broken_on_purpose": options.breakages,

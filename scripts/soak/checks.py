@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.soak.in_server import CENSUS
-from sgl_kvpool.demo.server import Server, ServerFailed
+from sgl_kvpool.commands.processes.server import Server, ServerFailed
 
 #: Least number of answers for a meaningful soak; of censuses for a comparison of memory: before traffic,
 #: after the first round, and the last.

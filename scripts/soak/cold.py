@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.soak.clients import Outcome
 from scripts.soak.prompts import Prompt
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.commands.processes.server import Server
 
 
 @dataclass

@@ -14,8 +14,8 @@ from scripts.soak.clients import MANY, Traffic, post
 from scripts.soak.cold import ColdRun, compare
 from scripts.soak.prompts import Prompt, make_prompts
 from scripts.soak.servers import Leg, cold_server, soaked_server
+from sgl_kvpool.commands.processes.server import Server, ServerFailed
 from sgl_kvpool.demo.model import held_out_windows
-from sgl_kvpool.demo.server import Server, ServerFailed
 
 #: Traffic between two censuses, in seconds.
 ROUND_S = 15.0

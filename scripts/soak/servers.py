@@ -11,8 +11,8 @@ from scripts.kit.environment import on_path
 from scripts.soak.in_server import BREAK
 from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.model import model_path
-from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 

@@ -29,6 +29,18 @@ def whole(text: str, most: int = (1 << 31) - 1) -> int:
     return int(text)
 
 
+def number(text: str, what: str, limit: float, least: float | None = None) -> float:
+    """A number of at most `limit` and at least `least` (else above 0); `what` names it in the error."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {what}") from None
+    if not (value > 0 if least is None else least <= value) or value > limit:  # also refuses NaN
+        above = "above 0" if least is None else f"of {least:g} or more"
+        raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
+    return value
+
+
 @contextmanager
 def naming(argument: str, path: object) -> Iterator[None]:
     """Raise ValueError with the argument's name if what it names cannot be opened or decoded in the block."""

@@ -4,9 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 
 from sgl_kvpool import env
-from sgl_kvpool.attention import readers, topk_transform
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, PHASES
-from sgl_kvpool.attention.topk_transform import EXTEND_MODES, KVPOOL_DECODE
+from sgl_kvpool.commands.tables import markdown
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.metrics import FAILURES, METRICS, UNCACHED, Event
@@ -14,6 +12,9 @@ from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.options import OPTIONS
 from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.attention import UNSHOWN_ALGORITHMS
+from sgl_kvpool.srt.facts import readers, topk_transform
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND, PHASES
+from sgl_kvpool.srt.facts.topk_transform import EXTEND_MODES, KVPOOL_DECODE
 
 _Rows = Iterator[Iterable[object]]
 #: Scope, name and text of each entry of a list.
@@ -158,11 +159,6 @@ def _repairs() -> _Entries:
         yield group, name, f"{change} ({reported})"
 
 
-def _table(rows: _Rows) -> str:
-    head, *rest = ([str(cell) for cell in row] for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
-
-
 def _lists(entries: _Entries) -> str:
     """A list for each scope; names with the same text share an entry."""
     scopes: dict[str, dict[str, list[str]]] = {}
@@ -183,7 +179,7 @@ def page() -> str:
     """The whole page: tables and lists, each below the title and the text of its function's docstring."""
     parts = ["# Reference", "`sgl-kvpool reference` prints this page."]
     for rows in (_layouts, _arguments, _variables, _metrics, _failures, _uncached, _backends, _sparse):
-        parts += _section(rows, _table(rows()))
+        parts += _section(rows, markdown(*rows()))
     for entries in (_features, _hooks, _repairs):
         parts += _section(entries, _lists(entries()))
     return "\n\n".join(parts)

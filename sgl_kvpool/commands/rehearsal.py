@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
 from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
 

@@ -1,1 +1,1 @@
-"""Models that are small enough for a CPU, and the command that compares the layouts with them."""
+"""Models that are small enough for a CPU, and the commands that compare the layouts with them."""

@@ -1,31 +1,34 @@
 """`sgl-kvpool demo`: SGLang serves the demo model once per layout, and one table compares the results."""
 
 import dataclasses
-import importlib.metadata
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import __version__, env
+from sgl_kvpool import env
 from sgl_kvpool.commands.arguments import naming
-from sgl_kvpool.commands.doctor.probes import host, machine
-from sgl_kvpool.demo import report
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.measure import (
+from sgl_kvpool.commands.doctor.probes import host
+from sgl_kvpool.commands.evaluate import report
+from sgl_kvpool.commands.evaluate.measure import (
     WINDOWS_PER_REQUEST,
     Scores,
     answer,
+    ask,
     compare_hits,
-    compare_scores,
     generate_greedily,
     score,
-    tiered_hit,
+)
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.server import (
+    Server,
+    cpu_arguments,
+    free_port,
+    import_once,
+    in_turn,
 )
 from sgl_kvpool.demo.model import DemoModel
-from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, dots, free_port, import_once, in_turn
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 _PAGE_SIZE = 64
 #: Arguments of a host tier, and of answers that report hits in it.
@@ -37,8 +40,8 @@ _HOST_TIER_BYTES = (2 << 30) + (3 << 30)
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
 _RESULTS += tuple(f"answers-{layout}.log" for layout in MLAKVCacheLayout)
 
-#: Tokens of greedy text, and largest number of tokens of an answer.
-GREEDY_TOKENS, ANSWER_TOKENS = 48, 240
+#: Tokens after a hit, of greedy text, and largest number of tokens of an answer.
+_AFTER_HIT, GREEDY_TOKENS, ANSWER_TOKENS = 32, 48, 240
 
 #: Time of all servers until the table, which determines the default number of windows: five minutes without
 #: what converts the model and imports SGLang; and time of a server besides its start and its windows.
@@ -141,7 +144,7 @@ def compare(
         if not served:
             return 1
         scores = {result.layout: found for result, found in served}
-        results = with_differences([result for result, _ in served], scores.__getitem__)
+        results = report.with_differences([result for result, _ in served], scores.__getitem__)
         print(f"\n{report.table(results, model.token)}\n\n{report.LIMITS}\n", flush=True)
         try:
             logs = [f"server-{layout}.log" for layout in layouts[: len(served) + failed]]
@@ -189,94 +192,41 @@ def _score(
     servers: int,
     start_seconds: float,
 ) -> tuple[tuple[report.Result, Scores], str]:
-    info = info_of(server, layout)
-    print("scoring ", end="", flush=True)
+    info = report.info_of(server, layout)
     began = time.monotonic()
     scores = Scores([], [])
     for some in (slice(WINDOWS_PER_REQUEST), slice(WINDOWS_PER_REQUEST, None)):
-        with dots():
-            scores += score(server, windows.chosen[some])
+        scores += score(server, windows.chosen[some])
         window_seconds = (time.monotonic() - began) / len(scores.top_tokens)
         windows.settle(servers, start_seconds, window_seconds)
     scoring_seconds = time.monotonic() - began
     pool_bytes = model.layers * model.bf16_tokens * model.row_format(MLAKVCacheLayout.BF16).row_bytes
-    result = result_of(info, model.row_format(layout), scores, start_seconds, scoring_seconds, pool_bytes)
-    return (result, scores), f" {len(windows.chosen)} windows scored in {scoring_seconds:.0f} s"
+    result = report.result_of(
+        info, model.row_format(layout), scores, start_seconds, scoring_seconds, pool_bytes
+    )
+    return (result, scores), f"{len(windows.chosen)} windows scored in {scoring_seconds:.0f} s"
 
 
 def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
     """A hit in the host tier, greedy text and an answer, as fields of a `Result`."""
-    print("asking ", end="", flush=True)
     more: dict[str, Any] = {}
-    with dots():
-        if _HOST_TIER[0] in server.arguments:
-            _, device = (tiered_hit(server, model.evicted) for _ in range(2))
-            # As many tokens as the pool has: they evict the prompt.
-            tokens, window = server.info()["max_total_num_tokens"], len(model.windows[0])
-            for ids in model.windows[: -(-tokens // window)]:
-                tiered_hit(server, ids, new_tokens=1)
-            more["host_hit"] = compare_hits(device, tiered_hit(server, model.evicted))
-        if model.prompts:
-            more["greedy"] = generate_greedily(server, model.prompts, GREEDY_TOKENS)
-        if model.question:
-            more["answer"] = answer(server, model.question, ANSWER_TOKENS)
-    return more, " done"
-
-
-def info_of(server: Server, layout: MLAKVCacheLayout) -> dict[str, Any]:
-    """What a server says of itself; ServerFailed if it serves another layout."""
-    info = server.info()
-    if info["kv_cache_layout"] != layout.value:
-        raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
-    return info
-
-
-def result_of(
-    info: Mapping[str, Any], row: RowFormat, scores: Scores, start_s: float, scoring_s: float,
-    pool_bytes: int | None = None, **more: Any,
-) -> report.Result:  # fmt: skip
-    return report.Result(
-        layout=info["kv_cache_layout"],
-        row_bytes=row.row_bytes,
-        pool_bytes=pool_bytes,
-        tokens=info["max_total_num_tokens"],
-        attention_backend=info["attention_backend"],
-        start_seconds=round(start_s, 2),
-        scoring_seconds=round(scoring_s, 2),
-        perplexity=scores.perplexity,
-        **more,
-    )
-
-
-def with_differences(
-    results: Sequence[report.Result], scores_of: Callable[[str], Scores]
-) -> list[report.Result]:
-    """The results, each with its difference to bf16 if bf16 was served; `scores_of` a layout's name."""
-    bf16 = MLAKVCacheLayout.BF16.value
-    reference = scores_of(bf16) if any(result.layout == bf16 for result in results) else None
-    return [
-        result
-        if reference is None or result.layout == bf16
-        else dataclasses.replace(result, difference=compare_scores(scores_of(result.layout), reference))
-        for result in results
-    ]
-
-
-def measured_on() -> dict[str, Any]:
-    """Versions, machine and date of a measurement."""
-    return {
-        "sgl_kvpool": __version__,
-        "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
-        "python": platform.python_version(),
-        **machine(),
-        "machine": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    if _HOST_TIER[0] in server.arguments:
+        _, device = (ask(server, model.evicted, _AFTER_HIT) for _ in range(2))
+        # As many tokens as the pool has: they evict the prompt.
+        tokens, window = server.info()["max_total_num_tokens"], len(model.windows[0])
+        for ids in model.windows[: -(-tokens // window)]:
+            ask(server, ids, new_tokens=1)
+        more["host_hit"] = compare_hits(device, ask(server, model.evicted, _AFTER_HIT))
+    if model.prompts:
+        more["greedy"] = generate_greedily(server, model.prompts, GREEDY_TOKENS)
+    if model.question:
+        more["answer"] = answer(server, model.question, ANSWER_TOKENS)
+    return more, "asked"
 
 
 def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
     return {
-        **measured_on(),
+        **report.measured_on(),
         "device": "cpu",
         "model": model.name,
         "model_sha256": model.sha256,

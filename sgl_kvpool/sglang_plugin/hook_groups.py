@@ -8,11 +8,11 @@ start; the error names the group.
 from collections.abc import Iterable
 from functools import partial
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 
 def _kvpool_attends(server: Server, *, on_cpu: bool) -> bool:

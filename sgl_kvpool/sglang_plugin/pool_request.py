@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvpool.attention.readers import DSA_BACKEND
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, leave_out
 from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.rules import attention, dsa
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.facts.readers import DSA_BACKEND
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import PoolOptions

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
 
 #: The numbers of a part of a row -> (bytes per value, values per scale, bytes per scale). `e4m3 / k_scale`
 #: is e4m3 of values that were divided by the layer's k_scale.

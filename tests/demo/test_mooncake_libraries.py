@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_kvpool.demo.cluster import compare, mooncake_store
+from sgl_kvpool.demo.cluster import command, mooncake_store
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
 
 
@@ -80,8 +80,8 @@ def test_the_demo_says_which_programs_listen_on_all_interfaces(tmp_path, monkeyp
                 listening[server.name] = {x.laddr.ip for x in found if x.status == psutil.CONN_LISTEN}
             return self
 
-    monkeypatch.setattr(compare, "MooncakeStore", Watched)
-    assert compare.compare_clusters([], tmp_path) == 0
+    monkeypatch.setattr(command, "MooncakeStore", Watched)
+    assert command.compare_clusters([], tmp_path) == 0
     assert listening.pop("the Mooncake master") == {"127.0.0.1"}
     assert "0.0.0.0" in listening.pop("the Mooncake store service")
     assert "Mooncake's master listen on 127.0.0.1,\nMooncake's store service and" in capsys.readouterr().out

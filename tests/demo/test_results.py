@@ -7,12 +7,13 @@ import json
 import os
 import sys
 
+import one_result
 import pytest
 
+from sgl_kvpool.commands.evaluate.measure import Scores
+from sgl_kvpool.commands.processes.server import ServerFailed
 from sgl_kvpool.demo import compare
-from sgl_kvpool.demo.measure import Scores
 from sgl_kvpool.demo.model import choose
-from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 BYTES = choose("bytes")
@@ -21,7 +22,7 @@ LOGS = [f"{name}-{layout}.log" for layout in MLAKVCacheLayout for name in ("serv
 
 
 @pytest.fixture
-def served(monkeypatch, bf16):
+def served(monkeypatch):
     """Layouts are "served" in turn; `served[layout]` is an exception that `_serve` raises for that layout."""
     failing = {}
     scores = Scores([[-1.0, -2.0], [-1.5, -0.5]], [[1, 2], [3, 4]])
@@ -29,7 +30,7 @@ def served(monkeypatch, bf16):
     def score(server, model, layout, windows, servers, start_seconds):
         if layout in failing:
             raise failing[layout]
-        return (dataclasses.replace(bf16, layout=layout.value), scores), "scored"
+        return (dataclasses.replace(one_result.BF16, layout=layout.value), scores), "scored"
 
     monkeypatch.setattr(compare, "Forks", Nothing)
     monkeypatch.setattr(compare, "layout_server", lambda model, layout, port, log, *tokens: NoServer(log))

@@ -13,9 +13,9 @@ import pytest
 from fences import blocks
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
 from sgl_kvpool.metrics import FAILURES, UNCACHED
 from sgl_kvpool.sglang_plugin import options as record
+from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -47,7 +47,7 @@ def aborted(engine, text):
 
 def main(device, layout, **options):
     """Answers of an Engine with `options` beside its own; of several ranks with `tp_size`."""
-    from sgl_kvpool.demo import forks
+    from sgl_kvpool.commands.processes import forks
 
     if device == "cuda":
         from emulated_cuda import memory

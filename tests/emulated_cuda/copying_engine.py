@@ -128,7 +128,7 @@ def main(model, flag, phases, **options):
     `phases` are (name, before: "", "evict" or "flush", name of what is changed before decoding, or "").
     """
     from emulated_cuda import memory
-    from sgl_kvpool.demo import forks
+    from sgl_kvpool.commands.processes import forks
 
     memory.ALLOCATOR.problems = Printed()
     flag = Path(flag)

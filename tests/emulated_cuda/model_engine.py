@@ -28,7 +28,7 @@ def main(model, questions, **options):
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     from emulated_cuda import memory
-    from sgl_kvpool.demo import forks
+    from sgl_kvpool.commands.processes import forks
 
     memory.ALLOCATOR.problems = Printed()
     forks.fork_children()

@@ -18,17 +18,11 @@ from peer_servers import decode_server, prefill_server
 from programs import clean_environment, printed_by, python_path
 from tiny_model import PROMPTS as SHORT_PROMPTS
 
+from sgl_kvpool.commands.evaluate.measure import ask
+from sgl_kvpool.commands.processes.local_server import free_port, running
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.servers import (
-    ask,
-    metric_sum,
-    peer_arguments,
-    peer_environment,
-    router,
-    until,
-)
-from sgl_kvpool.demo.local_server import free_port, running
-from sgl_kvpool.demo.server import Server, cpu_arguments
+from sgl_kvpool.demo.cluster.servers import metric_sum, peer_arguments, peer_environment, router, until
 
 HERE = Path(__file__).resolve().parent
 #: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.

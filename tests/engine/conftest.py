@@ -34,9 +34,9 @@ import weight_servers
 from programs import clean_environment, printed_by, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
 
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port, serve_command
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.server import Server, cpu_arguments, free_port, serve_command
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 
 HERE = Path(__file__).resolve().parent

@@ -12,9 +12,9 @@ import psutil
 from live_processes import ended
 from programs import clean_environment, printed_by, python_path
 
+from sgl_kvpool.commands.processes.server import cpu_arguments
 from sgl_kvpool.demo.model import held_out_windows
 from sgl_kvpool.demo.model import model_path as shipped_model_path
-from sgl_kvpool.demo.server import cpu_arguments
 
 HERE = Path(__file__).resolve().parent
 MODELS = "sgl_kvpool.demo.models"
@@ -101,7 +101,7 @@ def killed(model_path, folder):
     printed = folder / "printed"
     with printed.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    while "scoring" not in printed.read_text() and process.poll() is None:
+    while "ready after" not in printed.read_text() and process.poll() is None:
         time.sleep(0.2)
     # Forked processes keep the name of the importing one; the scheduler has most memory of its own.
     family = psutil.Process(process.pid).children(recursive=True)

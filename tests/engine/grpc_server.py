@@ -4,8 +4,8 @@ import sys
 
 from tiny_model import NEW_TOKENS, PROMPTS
 
-from sgl_kvpool.demo.local_server import LocalServer
-from sgl_kvpool.demo.server import cpu_arguments, free_port
+from sgl_kvpool.commands.processes.local_server import LocalServer
+from sgl_kvpool.commands.processes.server import cpu_arguments, free_port
 
 
 def serve(model_path, folder):

@@ -9,7 +9,7 @@ import hybrid_model
 from programs import clean_environment, python_path
 from tiny_model import NEW_TOKENS, PROMPTS, TEXT
 
-from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
 
 HERE = Path(__file__).resolve().parent
 

@@ -10,15 +10,9 @@ from pathlib import Path
 from cluster_questions import PROMPTS, failures, server
 from programs import python_path
 
-from sgl_kvpool.demo.cluster.servers import (
-    ask,
-    metric_sum,
-    peer_arguments,
-    peer_environment,
-    router,
-    until,
-)
-from sgl_kvpool.demo.local_server import free_port, running
+from sgl_kvpool.commands.evaluate.measure import ask
+from sgl_kvpool.commands.processes.local_server import free_port, running
+from sgl_kvpool.demo.cluster.servers import metric_sum, peer_arguments, peer_environment, router, until
 
 HERE = Path(__file__).parent
 

@@ -21,9 +21,9 @@ from programs import clean_environment
 from ranked_servers import FLUSH, environment, mappings
 from tiny_model import TEXT
 
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.servers import metric_sum, until
-from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 PAGE_SIZE, DEVICE_TOKENS, HOST_RATIO = 16, 1024, 0.5
 #: Each shares its first pages with one other.

@@ -5,9 +5,9 @@ from pathlib import Path
 from host_tier_servers import ARGUMENTS as HOST_TIER
 from programs import python_path
 
+from sgl_kvpool.commands.evaluate.measure import answer, score
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo import smollm2
-from sgl_kvpool.demo.measure import answer, score
-from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 HERE = Path(__file__).resolve().parent
 PAGE_SIZE, CHUNK, WINDOW, PREFIX, DEVICE_TOKENS = 64, 128, 512, 256, 1024

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, failures, with_store
 
+from sgl_kvpool.commands.evaluate.measure import ask
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.servers import ask, until
+from sgl_kvpool.demo.cluster.servers import until
 
 HERE = Path(__file__).resolve().parent
 #: Bytes of a page of `fp4`: 3 layers of 64 rows of 416 bytes, padding and checksum.

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from programs import clean_environment
 
-from sgl_kvpool.demo.measure import generate_greedily
+from sgl_kvpool.commands.evaluate.measure import generate_greedily
+from sgl_kvpool.commands.processes.server import DEMO_MODELS, Server, cpu_arguments, free_port
 from sgl_kvpool.demo.model import model_path
-from sgl_kvpool.demo.server import DEMO_MODELS, Server, cpu_arguments, free_port
 
 pytestmark = pytest.mark.other_sglang
 

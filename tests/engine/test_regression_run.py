@@ -3,7 +3,7 @@
 import pytest
 from regression_run import SERVER
 
-from scripts.servers.compare import compare
+from scripts.servers.regressions import compare
 
 pytestmark = pytest.mark.engine("regression")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from cluster_questions import PROMPTS, failures, with_store
 from host_tier_servers import wait_for_store
 
-from sgl_kvpool.demo.cluster.servers import ask, metric_sum
+from sgl_kvpool.commands.evaluate.measure import ask
+from sgl_kvpool.demo.cluster.servers import metric_sum
 from sgl_kvpool.demo.model import model_path
 
 NAME = ("--served-model-name", "served")

@@ -20,8 +20,8 @@ import random_hybrid
 import torch
 
 from scripts.servers.limits import LIMITS
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.server import Server, free_port
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.server import Server, free_port
 
 pytestmark = [
     pytest.mark.gpu,

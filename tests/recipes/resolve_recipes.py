@@ -52,7 +52,7 @@ def published() -> list[dict]:
 
 def table(answers: list[dict]) -> str:
     """Commands that start, per family and layout: as published and, if more, without the named arguments."""
-    from scripts.kit.outputs import markdown
+    from sgl_kvpool.commands.tables import markdown
 
     model_of = {recipe["id"]: recipe["model"] for recipe in published()}
     columns = list(answers[0]["refused"])
@@ -65,7 +65,7 @@ def table(answers: list[dict]) -> str:
             cells.append(str(first) if first == second else f"{first}, {second}")
         lines.append([family, str(len(found)), *cells])
     titles = ["no layout" if name == "stock" else f"`{name}`" for name in columns]
-    return markdown(["model", "commands", *titles], lines)
+    return markdown(["model", "commands", *titles], *lines)
 
 
 def without_named(words: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.h100_regression import main
 from scripts.kit.records import SCHEMA, Measurement, Run, StepRecord, read_run, write_lines
-from scripts.servers.compare import compare
+from scripts.servers.regressions import compare
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "options": {"layouts": ["bf16", "fp4"]}}
 

@@ -65,7 +65,7 @@ def test_one_bad_step_does_not_stop_the_others(run):
     assert "cannot start /no/such/program" in said["absent"][1]
     assert said["good"] == ("ok", "")
     assert found["good"].measurements == (GOOD,)
-    assert "[10/10] good ... " in run.said
+    assert "[10/10] good: " in run.said
 
 
 @pytest.mark.parametrize(

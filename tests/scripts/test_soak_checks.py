@@ -1,5 +1,6 @@
 """`scripts.soak` as it is typed, without servers: prompts, arguments, exit statuses, signals."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,16 +9,22 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from live_processes import alive
 
-from scripts.kit.processes import processes
 from scripts.soak import __main__ as soak
 from scripts.soak import checks, prompts
 from scripts.soak.servers import LEGS, cold_server, soaked_server
 from sgl_kvpool import env
-from sgl_kvpool.demo.server import ServerFailed
+from sgl_kvpool.commands.processes.server import ServerFailed
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def session(pid):
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        return os.getsid(pid)
 
 
 def test_a_signal_ends_the_server_too(tmp_path):
@@ -31,14 +38,14 @@ def test_a_signal_ends_the_server_too(tmp_path):
         while not servers and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
             servers = [
-                pid
-                for pid, (parent, leader, _) in processes().items()
-                if parent == process.pid and leader == pid  # a server has a session of its own
+                child.pid
+                for child in psutil.Process(process.pid).children()
+                if session(child.pid) == child.pid  # a server has a session of its own
             ]
         assert len(servers) == 1, "no server was seen"
         process.send_signal(signal.SIGTERM)
         printed, complaints = process.communicate(timeout=60)
-    left = [pid for pid, (_, leader, _) in processes().items() if leader == servers[0]]
+    left = [one.pid for one in psutil.process_iter() if alive(one.pid) and session(one.pid) == servers[0]]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert (left, process.returncode, complaints) == ([], 128 + signal.SIGTERM, "")

@@ -13,7 +13,7 @@ import torch
 from codec_oracle import LAYOUTS, ROW_BYTES
 from pools import LAYERS, device_pool
 
-from sgl_kvpool.demo.server import free_port
+from sgl_kvpool.commands.processes.server import free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Layouts of a prefill and of a decode server: each with itself, and with the next one.

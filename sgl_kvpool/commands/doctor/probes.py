@@ -6,7 +6,6 @@ since a broken installation may hang, end or crash the process that imports it.
 
 import ctypes
 import importlib.metadata
-import json
 import mmap
 import os
 import platform
@@ -14,6 +13,8 @@ import resource
 import runpy
 import shlex
 import shutil
+import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -22,10 +23,10 @@ from typing import Any
 
 from sgl_kvpool import __version__, compiler, env
 from sgl_kvpool.attention.decode_config import HOPPER, gpu_problem
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
-from sgl_kvpool.commands.waiting import Answers
+from sgl_kvpool.commands.processes.worker import Jobs, Worker, WorkerEnded
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.numa import interleave, numa_nodes
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 from sgl_kvpool.transfer.store_folders import FILE_STORES
 
@@ -304,25 +305,27 @@ def _numa() -> dict[str, Any]:
 
 
 def in_child(name: str) -> Finding:
-    """Run the probe of this name in a process of its own; RuntimeError if the process prints no finding."""
-    code = f"print(flush=True); from {__name__} import answer; answer({name!r})"
-    done = env.run_alone(code, _TIMEOUT_SECONDS)
-    try:
-        return Finding(**json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, TypeError, ValueError):
-        ending = "\n".join(done.stderr.splitlines()[-3:])
-        raise RuntimeError(
-            f"its process ended with status {done.returncode} and no answer: {ending}"
-        ) from None
+    """Run the probe of this name in a process of its own; RuntimeError if the process sends no finding."""
+    command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        try:
+            with Worker(command, errors=errors) as worker:
+                worker.hello(_TIMEOUT_SECONDS)
+                return Finding(**worker.run(name, _TIMEOUT_SECONDS)["value"])
+        except WorkerEnded as ended:
+            errors.seek(0)
+            last = "\n".join(errors.read().splitlines()[-3:])
+            raise RuntimeError(f"{ended}, and gave no answer: {last}") from None
 
 
-def answer(name: str) -> None:
-    """In the child: print the finding of the probe of this name as the last line of stdout."""
-    answers = Answers()
-    if name == "self-check":
-        from sgl_kvpool.commands.doctor.self_check import self_check
+def serve() -> None:
+    """In the child: run the probes whose names are sent."""
+    jobs = Jobs()
+    for name in jobs.begin():
+        if name == "self-check":
+            from sgl_kvpool.commands.doctor.self_check import self_check
 
-        finding = Finding(*self_check())
-    else:
-        finding = {"hook points": hook_points, "gpu": gpu, "host": host}[name]()
-    answers.send(asdict(finding))
+            finding = Finding(*self_check())
+        else:
+            finding = {"hook points": hook_points, "gpu": gpu, "host": host}[name]()
+        jobs.answer(asdict(finding))

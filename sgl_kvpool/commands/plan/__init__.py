@@ -8,9 +8,6 @@ SGLang's own pool configurator; `planned.py` computes sizes of a host tier.
 import argparse
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.commands.arguments import add_server_arguments, given, naming, whole, without_secrets
+from sgl_kvpool.commands.arguments import add_server_arguments, given, naming, number, whole, without_secrets
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
+from sgl_kvpool.commands.processes.worker import Worker, WorkerEnded
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
@@ -44,6 +42,8 @@ _PASSED_ON = {
     "--dcp-size": "--decode-context-parallel-size",
     "--max-total-tokens": "",
 }
+#: Time limit of an answer of SGLang, which may import code of the checkpoint, in seconds.
+_ANSWER_S = 3600.0
 #: Last words of the programs that take server arguments.
 _PROGRAMS = (("sglang", "serve"), ("-m", "sglang.launch_server"))
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-gb",
         # nvidia-smi shows MiB: an H100 has 81559.
-        type=partial(_number, what="the memory of one GPU in GiB (MiB divided by 1024)", limit=1000),
+        type=partial(number, what="the memory of one GPU in GiB (MiB divided by 1024)", limit=1000),
         required=True,
         metavar="N",
         help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=whole, metavar="N", help=f"{what}, as in sglang serve")
     parser.add_argument(
         "--host-gb",
-        type=partial(_number, what="memory of one node in GB", limit=1e5),
+        type=partial(number, what="memory of one node in GB", limit=1e5),
         metavar="N",
         help="memory for the host tier of a node, for all its ranks together, in GB (1e9 bytes)",
     )
@@ -93,13 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights-gb",
-        type=partial(_number, what="memory in GiB", limit=1e5, least=0),
+        type=partial(number, what="memory in GiB", limit=1e5, least=0),
         metavar="N",
         help="GiB of all weights, including a draft's (size of the folders' safetensors files; else 0)",
     )
     parser.add_argument(
         "--taken-gb",
-        type=partial(_number, what="memory in GiB", limit=1e5, least=0),
+        type=partial(number, what="memory in GiB", limit=1e5, least=0),
         default=TAKEN_GIB,
         metavar="N",
         help=f"memory of a GPU in GiB that is in use before the weights are loaded ({TAKEN_GIB:g})",
@@ -161,44 +161,24 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     """
     # The process must see no GPU; and it must have a single thread, because it forks.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as given:
-        json.dump({"machine": machine, "servers": servers}, given)
-        given.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**env.of_children(), **alone},
-            start_new_session=True,  # a process group, so that its forks are ended with it
-        )
-        assert process.stdout is not None
-        lines = []
+    command = [sys.executable, "-m", "sgl_kvpool.commands.plan.child"]
+    answers: list[dict[str, Any]] = []
+    with progress("asking SGLang") as reached, tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
-            with progress("asking SGLang") as reached:
+            with Worker(command, {**env.of_children(), **alone}, log) as worker:
                 reached("importing it")
-                for line in process.stdout:
-                    lines.append(line)
-                    reached(f"{len(lines)} of {len(servers)} servers")
-                process.wait()
-        except BaseException:  # Ctrl-C and SIGTERM: end the process group
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        log.seek(0)
-        last = "\n".join(log.read().splitlines()[-15:])
-    answers = [] if process.returncode else [json.loads(line) for line in lines]
-    for answer in answers:
-        if "unreadable" in answer:  # this is the last answer
-            raise OSError(answer["unreadable"])
-        if "failed" in answer:
-            raise NoAnswer(f"{answer['failed']}. Last lines:\n{last}")
-    if len(answers) != len(servers):
-        raise NoAnswer(
-            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
-        )
+                worker.hello(_ANSWER_S)
+                for done, server in enumerate(servers):
+                    reached(f"{done} of {len(servers)} servers")
+                    answers.append(worker.run({"machine": machine, **server}, _ANSWER_S)["value"])
+                    if "unreadable" in answers[-1]:  # for the other servers too
+                        raise OSError(answers[-1]["unreadable"])
+                    if "failed" in answers[-1]:
+                        raise WorkerEnded(answers[-1]["failed"])
+        except WorkerEnded as ended:
+            log.seek(0)
+            last = "\n".join(log.read().splitlines()[-15:])
+            raise NoAnswer(f"SGLang was not asked to the end: {ended}. Last lines:\n{last}") from None
     return answers
 
 
@@ -231,7 +211,7 @@ def _candidates(with_host: bool) -> list[Candidate]:
 def _read_server_arguments(arguments: argparse.Namespace) -> None:
     """Take program, model and --tp-size out of the words after --, and put `_PASSED_ON` before them."""
     words = list(arguments.server_arguments)
-    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     program = words[:first]
     ending = tuple(word.rpartition("/")[2] for word in program[-2:])
     if program and (ending not in _PROGRAMS or any("=" in word for word in program)):
@@ -279,15 +259,3 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--taken-gb {arguments.taken_gb:g} leaves no memory on a GPU of {arguments.gpu_gb:g} GiB"
         )
-
-
-def _number(text: str, what: str, limit: float, least: float | None = None) -> float:
-    """A number of at most `limit` and at least `least` (else above 0); `what` names it in the error."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {what}") from None
-    if not (value > 0 if least is None else least <= value) or value > limit:  # also refuses NaN
-        above = "above 0" if least is None else f"of {least:g} or more"
-        raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
-    return value

@@ -1,13 +1,11 @@
-"""Process that queries SGLang: `python -m sgl_kvpool.commands.plan.child`, JSON on stdin and stdout.
+"""Worker that queries SGLang: `python -m sgl_kvpool.commands.plan.child`.
 
 SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are
-global to a process. Input: one JSON object, with `machine` and `servers`. Output: one JSON line per server,
-in order; an unreadable model ends the output, since the other servers would fail too.
+global to a process. A job is a `machine`, the `model_path` of a server and its `arguments`.
 """
 
 import functools
-import json
-import os
+import multiprocessing
 import re
 import sys
 import traceback
@@ -17,9 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, HOPPER
-from sgl_kvpool.commands.waiting import Answers
+from sgl_kvpool.commands.processes.worker import Jobs
 from sgl_kvpool.refusal import Way, flags_of
 
+_FORKS = multiprocessing.get_context("fork")
 #: Modules with the rules; all must be imported before the GPU is described.
 _MODULES = (
     "sglang.srt.entrypoints.engine",
@@ -29,8 +28,7 @@ _MODULES = (
 
 
 def main() -> int:
-    answers = Answers()
-    request = json.load(sys.stdin)
+    jobs = Jobs()
     import importlib
 
     for module in _MODULES:
@@ -50,9 +48,9 @@ def main() -> int:
         group.problem()
     from sgl_kvpool.commands.plan.sizing import Machine
 
-    machine = Machine(**request["machine"])
     enough: dict[tuple[Any, ...], str] = {}
-    for server in request["servers"]:
+    for server in jobs.begin():
+        machine = Machine(**server["machine"])
         model_path, arguments = wanted = server["model_path"], server["arguments"]
         answer = _in_a_fork(wanted, machine)
         if "instead" in answer:  # the refusal names arguments that may help
@@ -66,9 +64,7 @@ def main() -> int:
             if key not in enough:
                 enough[key] = _min_gpus_text(wanted, machine, **ranks)
             answer = {"refused": f"{answer['refused']}; {enough[key]}"}
-        answers.send(answer)
-        if "unreadable" in answer:
-            break
+        jobs.answer(answer)
     return 0
 
 
@@ -91,35 +87,24 @@ def _min_gpus_text(wanted: Any, machine: Any, tp_size: int, attention_ranks: int
 
 def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
     """Answer of the fork, or a failure if it ended without an answer."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.close(reading)
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(_answer(wanted, machine), pipe)
-            status = 0
-        except BaseException:  # a fork must not return into its parent's stack
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)  # skips the parent's exit handlers
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if status or not text:
-        ended = os.waitstatus_to_exitcode(status)
-        return {"failed": f"the process that sized it ended with status {ended}"}
-    return json.loads(text)
+    reading, writing = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=lambda: writing.send(_answer(wanted, machine)))
+    process.start()
+    writing.close()
+    try:
+        return reading.recv()
+    except EOFError:
+        process.join()
+        return {"failed": f"the process that sized it ended with status {process.exitcode}"}
+    finally:
+        process.join()
 
 
 def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     """Sizes of a server, or the reason why SGLang would refuse it or cannot read the model."""
-    from sgl_kvpool.attention.topk_transform import UnsupportedCombination
     from sgl_kvpool.commands.plan.plannable import IncompleteConfig, TooHeavy
     from sgl_kvpool.commands.plan.sizing import size_server
+    from sgl_kvpool.srt.facts.topk_transform import UnsupportedCombination
 
     _describe(machine)
     model_path, arguments = wanted

@@ -1,6 +1,7 @@
 """A plan as text for a terminal."""
 
 from sgl_kvpool.commands.plan.planned import MEMORY, Plan, PlannedServer
+from sgl_kvpool.commands.tables import aligned
 
 
 def text(plan: Plan) -> str:
@@ -51,25 +52,22 @@ def _table(plan: Plan) -> list[str]:
     base = next((server.tokens for server in plan.servers if server.tokens), 0)
     has_host = any(server.hicache_size_gb for server in plan.servers)
     has_states = any(server.state_slots for server in plan.servers)
-    width = max(26, *(len(server.name) for server in plan.servers))
-    head = f"{'layout':{width}} {'bytes per token':>15} {'tokens':>10} {'':>6} {'requests':>9}"
-    head += f" {'state slots':>11}" if has_states else ""
-    head += f" {'host tokens':>12} {'requests':>9}" if has_host else ""
-    lines = [f"requests of {plan.context_tokens} tokens at a time", head]
+    heads = ["layout", "bytes per token", "tokens", "", "requests", *["state slots"] * has_states]
+    rows: list[list[object]] = [[*heads, *["host tokens", "requests"] * has_host]]
     for server in plan.servers:
         if server.refused is not None:
-            lines.append(f"{server.name:{width}} {'refused, see below':>15}")
+            rows.append([server.name, "refused, see below"])
             continue
-        line = (
-            f"{server.name:{width}} {server.token_bytes:15} {server.tokens:10} {server.tokens / base:5.2f}x "
-            f"{server.requests:9}"
-        )
-        line += f" {server.state_slots:11}" if has_states else ""
-        if has_host:
-            shown = (server.host_tokens, server.host_requests) if server.hicache_size_gb else ("-", "-")
-            line += f" {shown[0]:>12} {shown[1]:>9}"
-        lines.append(line)
-    return lines
+        line = [
+            server.name,
+            server.token_bytes,
+            server.tokens,
+            f"{server.tokens / base:.2f}x",
+            server.requests,
+        ]
+        held = (server.host_tokens, server.host_requests) if server.hicache_size_gb else ("-", "-")
+        rows.append([*line, *[server.state_slots] * has_states, *(held if has_host else ())])
+    return [f"requests of {plan.context_tokens} tokens at a time", *aligned(rows)]
 
 
 def _notes(plan: Plan) -> list[str]:

@@ -1,11 +1,12 @@
 """`sgl-kvpool warmup`: compiles a server's code in advance, so that the server finds it on disk."""
 
 import argparse
+from collections import Counter
 from dataclasses import replace
 
 from sgl_kvpool.commands.arguments import whole
 from sgl_kvpool.commands.named_model import NamedModel, find_model
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, Served, model_of
 from sgl_kvpool.commands.warmup.steps import VARIABLES, carry_out, steps_on_cpu, steps_on_cuda
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -62,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
     for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
         print(f"  {cache.name} in {cache.folder()} ({cache.variable})")
-    outcomes = carry_out(steps)
-    counts = {state: sum(o.state == state for o in outcomes) for state in ("compiled", "cached", "FAILED")}
+    counts = Counter(carry_out(steps))
     print(f"{counts['compiled']} compiled, {counts['cached']} cached, {counts['FAILED']} failed")
     return 1 if counts["FAILED"] else 0
 

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from sgl_kvpool import compiler
-from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.waiting import progress
+from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.folders import CACHE, named
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
 
 #: Lines shown of a compiler's message.
 _LINES = 20
@@ -81,45 +81,23 @@ class Step:
     use: Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a step; `state` is "compiled" (its caches have new files), "cached" or "FAILED"."""
-
-    name: str
-    state: str
-    seconds: float
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        lines = [f"{self.seconds:7.1f} s  {self.state:9}  {self.name}"]
-        if self.reason is not None:
-            first, *rest = self.reason.strip().splitlines() or ["no message"]
-            lines[0] += f": {first}"
-            if len(rest) > _LINES:
-                rest = ["...", *rest[-_LINES:]]
-            lines += [f"    {line}" for line in rest]
-        return "\n".join(lines)
-
-
-def carry_out(steps: Sequence[Step]) -> list[Outcome]:
-    outcomes = []
+def carry_out(steps: Sequence[Step]) -> list[str]:
+    """Print and return each step's state: "compiled" (its caches have new files), "cached" or "FAILED"."""
+    states = []
     for step in steps:
+        before, began, reason = [cache.compiled() for cache in step.caches], time.perf_counter(), ""
         with progress(step.name):
-            outcomes.append(_outcome(step))
-        print(outcomes[-1], flush=True)
-    return outcomes
-
-
-def _outcome(step: Step) -> Outcome:
-    before = [cache.compiled() for cache in step.caches]
-    began = time.perf_counter()
-    try:
-        step.use()
-    except Exception as error:  # compilers and loaders raise anything; later steps may still work
-        return Outcome(step.name, "FAILED", time.perf_counter() - began, f"{type(error).__name__}: {error}")
-    seconds = time.perf_counter() - began
-    after = [cache.compiled() for cache in step.caches]
-    return Outcome(step.name, "cached" if before == after else "compiled", seconds)
+            try:
+                step.use()
+            except Exception as error:  # compilers and loaders raise anything; later steps may still work
+                reason = f": {type(error).__name__}: {error}"
+        seconds = time.perf_counter() - began
+        is_cached = before == [cache.compiled() for cache in step.caches]
+        states.append("FAILED" if reason else "cached" if is_cached else "compiled")
+        first, *rest = reason.splitlines() or [""]
+        rest = ["...", *rest[-_LINES:]] if len(rest) > _LINES else rest
+        print(f"{seconds:7.1f} s  {states[-1]:9}  {step.name}{first}", *rest, sep="\n    ", flush=True)
+    return states
 
 
 _TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from sgl_kvpool.commands.arguments import naming
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port
+from sgl_kvpool.commands.processes.local_server import LocalServer, ServerFailed, free_port
 from sgl_kvpool.folders import CACHE, named, own
 
 _LOOPBACK = "127.0.0.1"

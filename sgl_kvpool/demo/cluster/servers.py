@@ -4,13 +4,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.commands.processes.local_server import LocalServer, ServerFailed, free_port, past_proxies
+from sgl_kvpool.commands.processes.server import Server, cpu_arguments
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port, past_proxies
 from sgl_kvpool.demo.model import held_out_windows, model_path
-from sgl_kvpool.demo.server import Server, cpu_arguments
 
 _LOOPBACK = "127.0.0.1"
 PAGE_SIZE = 64
@@ -106,24 +105,6 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
         if time.monotonic() > deadline:
             raise ServerFailed(f"{what}: not in {seconds:.0f} s")
         time.sleep(0.2)
-
-
-def ask(server: LocalServer, text: str) -> dict[str, Any]:
-    """Generate eight tokens after a text, greedily.
-
-    Returns `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's
-    tokens that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
-    """
-    greedy = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    # The plain /generate, which the router serves too.
-    answer = server.post("/generate", text=text, sampling_params=greedy, return_logprob=True)
-    meta = answer["meta_info"]
-    return {
-        "ids": answer["output_ids"],
-        "logprobs": [round(entry[0], 6) for entry in meta["output_token_logprobs"]],
-        "cached": meta["cached_tokens"],
-        "details": meta.get("cached_tokens_details"),
-    }
 
 
 def metric_sum(server: LocalServer, name: str) -> float:

@@ -2,10 +2,10 @@
 
 import math
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, sglang_dsa_reads
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND, sglang_dsa_reads
 
 _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 

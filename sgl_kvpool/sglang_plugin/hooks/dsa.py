@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.attention.topk_transform import (
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
+from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
+from sgl_kvpool.srt.facts.topk_transform import (
     DECODE_MODES,
     EXTEND_MODES,
     IDLE_MODES,
     IMPLEMENTATIONS,
     select_topk_transform,
 )
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.registry import around, uses
-from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 
 #: Attribute of a backend: the reader of rows that SGLang's kernels cannot read; absent if they can.
 _READER = "_kvpool_sparse_reader"

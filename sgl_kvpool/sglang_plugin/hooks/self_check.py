@@ -5,13 +5,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points, startup
 from sgl_kvpool.sglang_plugin.hooks import attention, disaggregation, dsa, ranks
 from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import around
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, print_without_traceback
 from sgl_kvpool.sglang_plugin import hook_groups, options
 from sgl_kvpool.sglang_plugin.hooks import launching
@@ -26,6 +25,7 @@ from sgl_kvpool.sglang_plugin.rules import (
     model,
 )
 from sgl_kvpool.sglang_plugin.server import Rule, Server
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 _SOURCE = "sgl_kvpool"
 _ARGS = "sglang.srt.server_args.ServerArgs"

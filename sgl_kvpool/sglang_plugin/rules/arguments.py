@@ -7,7 +7,6 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal, Way, leave_out, shown, use_words
 from sgl_kvpool.sglang_plugin import options
@@ -16,6 +15,7 @@ from sgl_kvpool.sglang_plugin.rules import features
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, flag_of
 from sgl_kvpool.sglang_plugin.rules.host_tier import check_without_tier
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 #: Largest count; SGLang and the kernels keep tokens and slots in 32 bits.
 _LARGEST_COUNT = (1 << 31) - 1

@@ -8,15 +8,6 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK, gpu_problem
-from sgl_kvpool.attention.readers import (
-    KVPOOL_BACKEND,
-    KVPOOL_DEVICES,
-    PHASES,
-    can_read,
-    casts_pool,
-    obstacle,
-    suggestions,
-)
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, Way, leave_out, leave_out_one, use_values, use_words
@@ -31,6 +22,15 @@ from sgl_kvpool.sglang_plugin.rules.features import (
     first_in_use,
 )
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.facts.readers import (
+    KVPOOL_BACKEND,
+    KVPOOL_DEVICES,
+    PHASES,
+    can_read,
+    casts_pool,
+    obstacle,
+    suggestions,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Implementations, dtype and refusals of a server whose model has sparse attention (DSA).
 
 SGLang has one attention backend for such models and, in it, implementations for prefill and decode.
-`sgl_kvpool.attention.topk_transform` decides which of them work with a layout. Before SGLang chooses, this
+`sgl_kvpool.srt.facts.topk_transform` decides which of them work with a layout. Before SGLang chooses, this
 module declares those that the user left open, if SGLang would choose wrongly; afterwards it checks the pair.
 """
 
@@ -11,16 +11,6 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
-from sgl_kvpool.attention.readers import DSA_BACKEND, PHASES, SGLANG_READERS, sglang_dsa_reads
-from sgl_kvpool.attention.topk_transform import (
-    DECODE_MODES,
-    IMPLEMENTATIONS,
-    KVPOOL_DECODE,
-    SPARSE_BF16,
-    UnsupportedCombination,
-    check_combination,
-    nearest_pair,
-)
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, Way, leave_out, use_words
@@ -29,6 +19,16 @@ from sgl_kvpool.sglang_plugin.registry import uses
 from sgl_kvpool.sglang_plugin.rules.attention import check_gpu
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
 from sgl_kvpool.sglang_plugin.server import Server, is_rocm
+from sgl_kvpool.srt.facts.readers import DSA_BACKEND, PHASES, SGLANG_READERS, sglang_dsa_reads
+from sgl_kvpool.srt.facts.topk_transform import (
+    DECODE_MODES,
+    IMPLEMENTATIONS,
+    KVPOOL_DECODE,
+    SPARSE_BF16,
+    UnsupportedCombination,
+    check_combination,
+    nearest_pair,
+)
 
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")

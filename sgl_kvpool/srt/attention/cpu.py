@@ -14,12 +14,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvpool import env
 from sgl_kvpool.attention import cpu
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.decode_verify import is_deterministic
 from sgl_kvpool.srt.attention.layers import check_layers, pool_of
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from sglang.srt.utils import get_cuda_graph_max_batch_size
 
 from sgl_kvpool.attention import decode_checks
 from sgl_kvpool.attention.decode_config import decode_kernel_of, tile_config
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.attention.decode_verify import (
     DecodeBatch,
@@ -42,6 +41,7 @@ from sgl_kvpool.srt.attention.decode_verify import (
 from sgl_kvpool.srt.attention.extend import bounds
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed, pool_of
 from sgl_kvpool.srt.attention.prefill import AbsorbedPrefill, ChunkRunner, plan_ragged, take_own_prefixes
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 from sgl_kvpool.srt.pool.row_pool import RowsToWrite
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 if TYPE_CHECKING:
     import torch

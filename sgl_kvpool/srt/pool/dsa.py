@@ -11,10 +11,10 @@ no layout here: rows that SGLang cannot read are returned as uint8, and the read
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-from sgl_kvpool.attention.readers import DSA_BACKEND, sglang_dsa_reads
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.facts.readers import DSA_BACKEND, sglang_dsa_reads
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 

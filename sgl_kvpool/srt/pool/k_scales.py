@@ -5,9 +5,9 @@ from typing import Any
 
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal, Way, use_words
+from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND
 
 
 def checked_k_scales(

@@ -20,11 +20,11 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
 from sgl_kvpool import codec, env
-from sgl_kvpool.attention.readers import check_readers
 from sgl_kvpool.codec import gather_parts, store_rows
 from sgl_kvpool.memory.arrangement import RowPlacement, global_slots, local_slots
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
+from sgl_kvpool.srt.facts.readers import check_readers
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
 
 #: torch dtypes for the `kv_cache_dtype` that SGLang sees.

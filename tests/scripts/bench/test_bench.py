@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench.__main__ import main
 from scripts.bench.measurements import measurements
-from scripts.kit.outputs import replace_file
+from sgl_kvpool.folders import replace_file
 
 ROOT = Path(__file__).resolve().parents[3]
 #: A second of work.

@@ -20,9 +20,9 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from sgl_kvpool.attention.readers import SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal, Way, use_words, whole_number
+from sgl_kvpool.srt.facts.readers import SGLANG_READERS, sglang_dsa_reads
 
 
 class TopkTransform(Enum):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from live_processes import alive, ended
 
-from sgl_kvpool.demo import local_server
-from sgl_kvpool.demo.server import Server, ServerFailed, free_port
+from sgl_kvpool.commands.processes import local_server
+from sgl_kvpool.commands.processes.server import Server, ServerFailed, free_port
 
 #: Stands in for SGLang's launcher from its first listening socket on: it runs uvicorn and then never ends.
 LAUNCHER = """
@@ -155,8 +155,8 @@ def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
 #: Starts a server, anew or as a fork, and waits; `argv`: port, log, how.
 PARENT = """
 import sys, time
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.server import Server
 mortal, port, log, how = sys.argv[1:]
 server = Server(["--port", port, "pass"], log, program=(sys.executable, "-c", mortal))
 server.forks = Forks(["this"]) if how == "forked" else None

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from sgl_kvpool.attention.readers import STRIDED_READERS, can_read, check_readers, readers
-from sgl_kvpool.attention.readers import suggestions as suggested
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.srt.facts.readers import STRIDED_READERS, can_read, check_readers, readers
+from sgl_kvpool.srt.facts.readers import suggestions as suggested
 
 #: The backends of SGLang's own list for MLA, and torch_native, which indexes with torch.
 STRIDED = {"triton", "fa3", "trtllm_mla", "flashinfer", "cutedsl_mla", "flashmla", "torch_native"}

@@ -15,7 +15,7 @@ from sgl_kvpool.refusal import Refusal
 #: Name of our own backend; it reads every layout in every arrangement of rows.
 KVPOOL_BACKEND = "kvpool_mla"
 
-#: SGLang's backend for models with sparse attention (DSA); `sgl_kvpool.attention.topk_transform` lists which
+#: SGLang's backend for models with sparse attention (DSA); `sgl_kvpool.srt.facts.topk_transform` lists which
 #: of its implementations read which rows.
 DSA_BACKEND = "dsa"
 
@@ -103,7 +103,7 @@ SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
 }
 
 
-check_complete(SGLANG_READERS, "SGLANG_READERS of sgl_kvpool/attention/readers.py")
+check_complete(SGLANG_READERS, "SGLANG_READERS of sgl_kvpool/srt/facts/readers.py")
 
 
 def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.local_server import LocalServer, free_port
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.local_server import LocalServer, free_port
 
 #: A module that imports nothing else, and that nothing else imports.
 MODULE = "this"

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from sgl_kvpool import env
-from sgl_kvpool.demo.forks import Forked, Forks
+from sgl_kvpool.commands.processes import program
+from sgl_kvpool.commands.processes.forks import Forked, Forks
 
 #: Ports for servers, below the range 22000 to 29999 from which SGLang draws its rendezvous ports.
 _SERVER_PORTS = range(10000, 22000)
@@ -32,11 +32,6 @@ _handed_out: set[int] = set()
 
 #: Opener that ignores the environment's proxies.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-#: Runs a program that the kernel kills (PR_SET_PDEATHSIG) when the thread of process `argv[1]` that started
-#: it ends, so that no server outlives a SIGKILL of this process. SGLang's schedulers do the same.
-_BOUND = """import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9) or os.getppid() != int(sys.argv[1]) or os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
 class ServerFailed(RuntimeError):
@@ -120,7 +115,7 @@ class LocalServer:
         self.name = name
         self.wait_seconds = wait_seconds
         self.process: subprocess.Popen[bytes] | Forked | None = None
-        # Signal handlers raise in the main thread, so this one loses no server; for `_BOUND` it stays.
+        # Signal handlers raise in the main thread, so this one loses no server; for `program.start` it stays.
         self._starter = ThreadPoolExecutor(1)
 
     @property
@@ -140,22 +135,14 @@ class LocalServer:
         self._starter.submit(self._start, {**env.of_children(), **self.environment}).result()
 
     def _start(self, environment: Mapping[str, str]) -> None:
-        with self.log.open("wb") as output:
-            if self.forks is not None and self.forks.can_run(self.command, environment):
-                try:
-                    self.process = self.forks.start(self.command, environment, self.log)
-                    return
-                except RuntimeError as error:
-                    raise ServerFailed(str(error)) from None
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                # Its own process group, so that the schedulers are stopped too.
-                start_new_session=True,
-            )
+        if self.forks is not None and self.forks.can_run(self.command, environment):
+            self.log.write_bytes(b"")
+            try:
+                self.process = self.forks.start(self.command, environment, self.log)
+            except RuntimeError as error:
+                raise ServerFailed(str(error)) from None
+        else:
+            self.process = program.start(self.command, environment, self.log)
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -184,7 +171,7 @@ class LocalServer:
             status = self.process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return
-        self._signal(signal.SIGKILL)  # its remaining processes stop writing the log
+        program.kill(self.process)  # its remaining processes stop writing the log
         tail = self.log_tail()
         found = _PROCESS_ENDED.search(tail)
         who, itself = self.name, ""
@@ -200,25 +187,11 @@ class LocalServer:
     def stop(self) -> None:
         """End the program and all its child processes."""
         self._starter.submit(int).result()  # after a start that was interrupted
-        if self.process is None:
-            return
-        try:
-            # The launcher ends its children. If they got the signal too, SGLang would take their end for a
-            # crash, and wait for 5 s.
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            pass  # killed below
-        finally:
-            # Kill the group also if the wait was interrupted, and if children outlive the launcher.
-            self._signal(signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        if self.process is not None:
+            try:
+                program.end(self.process, grace_s=10)
+            finally:
+                self.process = None
 
     def log_tail(self, lines: int = 15) -> str:
         """Last lines of the server's output, each cut at 500 characters."""

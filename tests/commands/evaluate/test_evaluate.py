@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.demo import evaluate, report
-from sgl_kvpool.demo.measure import (
+from sgl_kvpool.commands import evaluate
+from sgl_kvpool.commands.evaluate import report
+from sgl_kvpool.commands.evaluate.measure import (
     Scores,
     accepted_drafts,
     compare_scores,

@@ -10,11 +10,17 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.commands.processes.local_server import LocalServer
+from sgl_kvpool.commands.processes.server import Server
 
+#: Prose of Python 3.11.7's language reference, then of its library's docstrings, each paragraph once; its
+#: licence is ``demo/byte_mla_python/LICENSE-held-out.txt``.
+ENGLISH = Path(__file__).with_name("english.txt")
 #: Windows in one request: enough to fill a prefill batch.
 WINDOWS_PER_REQUEST = 4
 #: Most probable tokens that are compared at each position.
@@ -81,16 +87,6 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class TieredHit:
-    """Place of a prompt's cached prefix on a server, and the generated tokens."""
-
-    prompt_tokens: int
-    device_tokens: int
-    host_tokens: int
-    token_ids: list[int]
-
-
-@dataclass(frozen=True)
 class HostHit:
     """A hit in the host tier beside a hit on the device, for the same prompt.
 
@@ -103,24 +99,33 @@ class HostHit:
     same_tokens: bool
 
 
-def tiered_hit(server: Server, prompt: Sequence[int], new_tokens: int = 32) -> TieredHit:
-    """Generate a few greedy tokens on a server with --enable-cache-report; returns them and the hit."""
+def compare_hits(device: Mapping[str, Any], host: Mapping[str, Any]) -> HostHit:
+    """Compare a hit in the host tier with a hit on the device for the same prompt, both answers of `ask`."""
+    found = [
+        [(answer["details"] or {}).get(place, 0) for place in ("device", "host")] for answer in (device, host)
+    ]
+    same = found[0] == found[1][::-1] and found[1][1] > 0 and device["ids"] == host["ids"]
+    return HostHit(host["prompt_tokens"], found[1][1], len(host["ids"]), same)
+
+
+def ask(server: LocalServer, prompt: str | Sequence[int], new_tokens: int = 8) -> dict[str, Any]:
+    """Generate tokens after a text, or after token ids, greedily.
+
+    Returns `ids` and `logprobs` of the tokens, logarithms to 6 digits; `prompt_tokens`; `cached`, how many of
+    them were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
+    """
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    answer = server.generate(input_ids=list(prompt), sampling_params=sampling)
-    found = answer["meta_info"]["cached_tokens_details"] or {}
-    return TieredHit(
-        prompt_tokens=answer["meta_info"]["prompt_tokens"],
-        device_tokens=found.get("device", 0),
-        host_tokens=found.get("host", 0),
-        token_ids=answer["output_ids"],
-    )
-
-
-def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
-    """Compare a hit in the host tier with a hit on the device for the same prompt."""
-    as_long = (device.device_tokens, device.host_tokens) == (host.host_tokens, host.device_tokens)
-    same = as_long and host.host_tokens > 0 and device.token_ids == host.token_ids
-    return HostHit(host.prompt_tokens, host.host_tokens, len(host.token_ids), same)
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    # The plain /generate, which a router serves too.
+    answer = server.post("/generate", **given, sampling_params=sampling, return_logprob=True)
+    meta = answer["meta_info"]
+    return {
+        "ids": answer["output_ids"],
+        "logprobs": [round(entry[0], 6) for entry in meta["output_token_logprobs"]],
+        "prompt_tokens": meta["prompt_tokens"],
+        "cached": meta["cached_tokens"],
+        "details": meta.get("cached_tokens_details"),
+    }
 
 
 def score(server: Server, windows: Sequence[list[int]], prefix_tokens: int = 0) -> Scores:

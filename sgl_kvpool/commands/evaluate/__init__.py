@@ -21,13 +21,19 @@ from typing import Any
 from sgl_kvpool import __version__, env
 from sgl_kvpool.commands import arguments as common
 from sgl_kvpool.commands.doctor.probes import machine
+from sgl_kvpool.commands.evaluate import report
+from sgl_kvpool.commands.evaluate.measure import (
+    ENGLISH,
+    FILLER,
+    Scores,
+    accepted_drafts,
+    find_passkeys,
+    score,
+)
 from sgl_kvpool.commands.named_model import find_model, fingerprint
 from sgl_kvpool.commands.plan.plannable import check_sizes
-from sgl_kvpool.demo import report, smollm2
-from sgl_kvpool.demo.compare import info_of, measured_on, result_of, with_differences
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.measure import FILLER, Scores, accepted_drafts, find_passkeys, score
-from sgl_kvpool.demo.server import Server, dots, free_port, import_once, in_turn
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.server import Server, free_port, import_once, in_turn
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import shown
 
@@ -53,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         type=Path,
-        default=smollm2.ENGLISH,
+        default=ENGLISH,
         metavar="FILE",
         help="UTF-8 text that is scored: of your users' kind (prose of Python's documentation)",
     )
@@ -205,31 +211,29 @@ class _Evaluation:
 
     def ask(self, server: Server, layout: MLAKVCacheLayout, start_seconds: float) -> tuple[None, str]:
         """Score the windows, then look for hidden numbers; writes at once what was found."""
-        subject, info = self.subject, info_of(server, layout)
+        subject, info = self.subject, report.info_of(server, layout)
         if not subject.is_unchanged():
             raise ValueError("files of the checkpoint or of the arguments have changed since this run began")
         info["page_size"] *= info.get("dcp_size") or 1  # of the radix cache
         self._size(server, info)
         self.windows = self.windows or subject.windows_of(server)
-        print("scoring ", end="", flush=True)
-        with dots():
-            if layout not in self.results:
-                began = time.monotonic()
-                scores = score(server, self.windows, self.prefix_tokens)
-                seconds = start_seconds, time.monotonic() - began
-                self.scored_tokens = sum(map(len, scores.log_probabilities))
-                path = self.folder / f"scores-{layout}.json.gz"
-                with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
-                    json.dump(dataclasses.asdict(scores), file)
-                # Together with the scores: a later run asks no server again whose scores it finds.
-                drafts = accepted_drafts(server, self.windows) if info["speculative_algorithm"] else None
-                row = layout.row_format(subject.rank, subject.rope)
-                self.write(result_of(info, row, scores, *seconds, accepted_drafts=drafts))
-            found = self.results[layout]
-            if self.characters:
-                hidden = find_passkeys(server, self.characters, _DEPTHS)
-                self.write(dataclasses.replace(found, hidden=hidden))
-        return None, f" {len(self.windows)} windows scored in {found.scoring_seconds:.0f} s"
+        if layout not in self.results:
+            began = time.monotonic()
+            scores = score(server, self.windows, self.prefix_tokens)
+            seconds = start_seconds, time.monotonic() - began
+            self.scored_tokens = sum(map(len, scores.log_probabilities))
+            path = self.folder / f"scores-{layout}.json.gz"
+            with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
+                json.dump(dataclasses.asdict(scores), file)
+            # Together with the scores: a later run asks no server again whose scores it finds.
+            drafts = accepted_drafts(server, self.windows) if info["speculative_algorithm"] else None
+            row = layout.row_format(subject.rank, subject.rope)
+            self.write(report.result_of(info, row, scores, *seconds, accepted_drafts=drafts))
+        found = self.results[layout]
+        if self.characters:
+            hidden = find_passkeys(server, self.characters, _DEPTHS)
+            self.write(dataclasses.replace(found, hidden=hidden))
+        return None, f"{len(self.windows)} windows scored in {found.scoring_seconds:.0f} s"
 
     def _size(self, server: Server, info: dict[str, Any]) -> None:
         """Let the first server decide the lengths of texts; ValueError if they do not fit this one."""
@@ -251,7 +255,7 @@ class _Evaluation:
 
     def compare(self) -> list[report.Result]:
         """Results in the layouts' order, with their differences to bf16 if it was served."""
-        self.write(*with_differences(self.ordered, self.scores))
+        self.write(*report.with_differences(self.ordered, self.scores))
         return self.ordered
 
     @property
@@ -261,7 +265,7 @@ class _Evaluation:
     @property
     def facts(self) -> dict[str, Any]:
         return {
-            **measured_on(),
+            **report.measured_on(),
             "evaluated": self.subject.facts,
             "prefix_tokens": self.prefix_tokens,
             "hidden_characters": self.characters,
@@ -271,9 +275,7 @@ class _Evaluation:
 
     def write(self, *results: report.Result) -> None:
         self.results.update({one.layout: one for one in results})
-        whole = self._json.with_suffix(".new")  # a run may be stopped while it writes
-        report.write_json(whole, self.ordered, self.facts)
-        whole.replace(self._json)
+        report.write_json(self._json, self.ordered, self.facts)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,16 +1,31 @@
 """The demo's results as a table, as JSON and as a plot. Imports neither torch nor SGLang."""
 
+import importlib.metadata
 import json
+import platform
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.demo.measure import Difference, Greedy, HostHit, standard_error
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool import __version__
+from sgl_kvpool.commands.doctor.probes import machine
+from sgl_kvpool.commands.evaluate.measure import (
+    Difference,
+    Greedy,
+    HostHit,
+    Scores,
+    compare_scores,
+    standard_error,
+)
+from sgl_kvpool.commands.processes.server import Server, ServerFailed
+from sgl_kvpool.commands.tables import aligned
+from sgl_kvpool.folders import replace_file
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 SCHEMA = 1
 
@@ -50,6 +65,55 @@ class Result:
     accepted_drafts: list[float] | None = None
 
 
+def info_of(server: Server, layout: MLAKVCacheLayout) -> dict[str, Any]:
+    """What a server says of itself; ServerFailed if it serves another layout."""
+    info = server.info()
+    if info["kv_cache_layout"] != layout.value:
+        raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+    return info
+
+
+def result_of(
+    info: Mapping[str, Any], row: RowFormat, scores: Scores, start_s: float, scoring_s: float,
+    pool_bytes: int | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    return Result(
+        layout=info["kv_cache_layout"],
+        row_bytes=row.row_bytes,
+        pool_bytes=pool_bytes,
+        tokens=info["max_total_num_tokens"],
+        attention_backend=info["attention_backend"],
+        start_seconds=round(start_s, 2),
+        scoring_seconds=round(scoring_s, 2),
+        perplexity=scores.perplexity,
+        **more,
+    )
+
+
+def with_differences(results: Sequence[Result], scores_of: Callable[[str], Scores]) -> list[Result]:
+    """The results, each with its difference to bf16 if bf16 was served; `scores_of` a layout's name."""
+    bf16 = MLAKVCacheLayout.BF16.value
+    reference = scores_of(bf16) if any(result.layout == bf16 for result in results) else None
+    return [
+        result
+        if reference is None or result.layout == bf16
+        else replace(result, difference=compare_scores(scores_of(result.layout), reference))
+        for result in results
+    ]
+
+
+def measured_on() -> dict[str, Any]:
+    """Versions, machine and date of a measurement."""
+    return {
+        "sgl_kvpool": __version__,
+        "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
+        "python": platform.python_version(),
+        **machine(),
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def table(results: Sequence[Result], token: str) -> str:
     """The results as a table; `token` is the name of the model's tokens."""
     memory = "same memory" if results[0].pool_bytes else "the pool"
@@ -74,11 +138,7 @@ def table(results: Sequence[Result], token: str) -> str:
     if any(result.hidden is not None for result in results):
         found = [result.hidden or [] for result in results]
         columns.append(("hidden numbers", "found", [f"{sum(x)} of {len(x)}" if x else "-" for x in found]))
-    widths = [max(map(len, (first, second, *cells))) for first, second, cells in columns]
-    lines = []
-    for row in zip(*([first, second, *cells] for first, second, cells in columns), strict=True):
-        others = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([f"{row[0]:{widths[0]}}", *others]))
+    lines = aligned(zip(*([first, second, *cells] for first, second, cells in columns), strict=True))
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
     if any(result.accepted_drafts == [] for result in results):
@@ -140,7 +200,7 @@ def _percent(difference: Difference) -> str:
 def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
     """Write all results, with the `facts` of the measurement."""
     fields = {"schema": SCHEMA, **facts, "results": [asdict(result) for result in results]}
-    path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(fields, indent=1) + "\n")
 
 
 def read_results(facts: Mapping[str, Any]) -> list[Result]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from topk_table import EXTENDS, IMPLEMENTATIONS, LAYOUTS, MODES, REFUSED, cells, expected, lines
 
-from sgl_kvpool.attention.topk_transform import (
+from sgl_kvpool.srt.facts.topk_transform import (
     UnsupportedCombination,
     check_combination,
     select_topk_transform,

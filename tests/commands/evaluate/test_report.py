@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 import pytest
+from one_result import BF16
 
-from sgl_kvpool.demo import report
-from sgl_kvpool.demo.measure import (
+from sgl_kvpool.commands.evaluate import report
+from sgl_kvpool.commands.evaluate.measure import (
     Difference,
     Greedy,
     HostHit,
     Scores,
-    TieredHit,
     compare_hits,
     compare_scores,
 )
@@ -54,7 +54,7 @@ def test_differences():
 
 
 def hit(device=0, host=0, tokens=(1, 2, 3)):
-    return TieredHit(prompt_tokens=1000, device_tokens=device, host_tokens=host, token_ids=list(tokens))
+    return {"prompt_tokens": 1000, "details": {"device": device, "host": host}, "ids": list(tokens)}
 
 
 def test_hits_that_are_compared():
@@ -70,9 +70,9 @@ def test_hits_that_are_compared():
 
 
 @pytest.fixture
-def results(bf16):
+def results():
     fp4 = dataclasses.replace(
-        bf16,
+        BF16,
         layout="fp4",
         row_bytes=416,
         tokens=45371,
@@ -80,7 +80,7 @@ def results(bf16):
         difference=Difference(0.004, 0.0012, 0.98765, 0.0123, 0.00045),
         hidden=[True, False],
     )
-    return [dataclasses.replace(bf16, hidden=[True, True]), fp4]
+    return [dataclasses.replace(BF16, hidden=[True, True]), fp4]
 
 
 def test_a_wrong_hit_in_the_host_tier_is_said(results):

@@ -1,9 +1,8 @@
-"""An SGLang server as a child process, and servers of one layout after the other, with a line of progress.
+"""An SGLang server as a child process, and servers of one layout after the other.
 
 Imports neither torch nor SGLang, so that it needs little memory beside a server.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -11,15 +10,14 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.commands.waiting import repeating
-from sgl_kvpool.demo.forks import Forks
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, past_proxies
-from sgl_kvpool.demo.local_server import free_port as free_port
+from sgl_kvpool.commands.processes.forks import Forks
+from sgl_kvpool.commands.processes.local_server import LocalServer, ServerFailed, past_proxies
+from sgl_kvpool.commands.processes.local_server import free_port as free_port
+from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Package in which SGLang finds the classes of the demo's models.
@@ -101,26 +99,19 @@ class Server(LocalServer):
 
 def import_once(forks: Forks) -> Forks | None:
     """The forks, once SGLang is imported; None if the process that imports it ends."""
-    print("importing SGLang, once for all servers ", end="", flush=True)
-    began = time.monotonic()
+    print("importing SGLang, once for all servers", flush=True)
     try:
-        with dots(), tempfile.NamedTemporaryFile() as output:
+        with progress("importing SGLang"), tempfile.NamedTemporaryFile() as output:
             forks.start([sys.executable, "-c", "pass"], os.environ, output.name).wait()
     except RuntimeError as error:
-        print(f" failed: {error}\nEvery server imports it by itself, which takes longer.", flush=True)
+        print(f"failed: {error}\nEvery server imports it by itself, which takes longer.", flush=True)
         return None
-    print(f" {time.monotonic() - began:.0f} s", flush=True)
     return forks
 
 
 def in_words(error: Exception) -> str:
     """One of `FAILURES` with the name of its type, unless it is our own."""
     return str(error) if isinstance(error, ServerFailed) else f"{type(error).__name__}: {error}"
-
-
-def dots() -> contextlib.AbstractContextManager[None]:
-    """Print a dot every 5 s while the block runs."""
-    return repeating(partial(print, ".", end="", flush=True), 5.0, 5.0)
 
 
 def in_turn(
@@ -135,20 +126,20 @@ def in_turn(
     """
     found: list[Any] = []
     for number, layout in enumerate(layouts, 1):
-        print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ", end="", flush=True)
-        began, server = time.monotonic(), server_of(layout)
+        what, began, server = f"[{number}/{len(layouts)}] {layout}", time.monotonic(), server_of(layout)
         server.forks = forks  # type: ignore[misc]
         try:
-            with contextlib.ExitStack() as running:
-                with dots():
-                    running.enter_context(server)
-                start_seconds = time.monotonic() - began
-                print(f" ready after {start_seconds:.0f} s, ", end="", flush=True)
-                result, text = ask(server, layout, start_seconds)
+            with progress(what) as reached:
+                reached("starting SGLang")
+                with server:
+                    start_seconds = time.monotonic() - began
+                    print(f"{what}: ready after {start_seconds:.0f} s", flush=True)
+                    reached("asking it")
+                    result, text = ask(server, layout, start_seconds)
         except FAILURES as error:
-            print(f" failed: {in_words(error)}\nthe server's log: {server.log}", flush=True)
+            print(f"{what}: failed: {in_words(error)}\nthe server's log: {server.log}", flush=True)
             return found, True
         found.append(result)
         left = round((time.monotonic() - began) * (len(layouts) - number) / 60)
-        print(f"{text}; about {left} minutes left" if left else text, flush=True)
+        print(f"{what}: {text}{f'; about {left} minutes left' if left else ''}", flush=True)
     return found, False

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.commands.arguments import naming
+from sgl_kvpool.commands.evaluate.measure import ask
+from sgl_kvpool.commands.processes.local_server import free_port, running
+from sgl_kvpool.commands.processes.progress import progress
+from sgl_kvpool.commands.processes.server import FAILURES, in_words
+from sgl_kvpool.commands.tables import aligned
 from sgl_kvpool.demo.cluster import servers
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.local_server import LocalServer, free_port, running
 from sgl_kvpool.demo.model import model_path
-from sgl_kvpool.demo.server import FAILURES, in_words
+from sgl_kvpool.folders import replace_file
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 #: Default layouts: each takes a minute and a half on two cores.
@@ -45,19 +49,19 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     results: list[dict[str, Any]] = []
     status = 0
     try:
-        _say("Mooncake: master and store service")
-        with MooncakeStore(folder) as store:
-            _say(" ready\n")
+        with progress("cluster") as reached, MooncakeStore(folder) as store:
             for number, layout in enumerate(layouts, 1):
-                _say(f"[{number}/{len(layouts)}] {layout}: ")
+                what = f"[{number}/{len(layouts)}] {layout}"
+                reached(what)
                 results.append(_compare(layout, texts, store, folder))
+                print(f"{what}: asked", flush=True)
     except FAILURES as error:
-        _say(f"failed: {in_words(error)}\nthe logs: {folder}\n")
+        print(f"failed: {in_words(error)}\nthe logs: {folder}", flush=True)
         status = 1
     if results:
         print(f"\n{_table(results)}\n")
         text = json.dumps({"prompts": texts, "results": results}, indent=1)
-        (folder / _RESULTS).write_text(text + "\n")
+        replace_file(folder / _RESULTS, text + "\n")
         print(f"all numbers: {folder / _RESULTS}")
     if not all(result["same_answers"] for result in results):
         print("failed: prefill and decode servers gave other answers than one server")
@@ -83,29 +87,25 @@ def _compare(
         servers.peer_environment(),
     )
     front = servers.router(folder / f"router-{layout}.log", prefill=[(prefill, port)], decode=[decode])
-    _say("starting a prefill and a decode server ...")
     with running(prefill, decode), front:
         # SGLang's client has already stored an entry of its own.
         keys, stored_bytes = len(store.page_keys()), store.stored_bytes()
-        _say(" asking")
-        answers = [_answer_of(front, text) for text in texts]
+        answers = [ask(front, text) for text in texts]
         pages = len(texts) * servers.CACHED_PAGES
         servers.until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
         transferred_bytes = servers.metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
         # The last prompt is on the device, the first prompt in the host tier only. After the flush, the
         # second prompt is in the store only.
-        answers += [_answer_of(front, texts[-1]), _answer_of(front, texts[0])]
+        answers += [ask(front, texts[-1]), ask(front, texts[0])]
         prefill.get("/flush_cache?timeout=30")
-        answers.append(_answer_of(front, texts[1]))
-    _say(" one server ...")
+        answers.append(ask(front, texts[1]))
     # All prompts fit into its pool, so all hits are on the device.
     with servers.small_server(
         layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * servers.POOL_TOKENS
     ) as one:
-        expected = [servers.ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
+        expected = [ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
     same = [[(a["ids"], a["logprobs"]) for a in some] for some in (answers, expected)]
-    _say(" done\n")
     return {
         "layout": layout.value,
         # Of a page in all layers: sent from prefill to decode; in the store, with padding and checksum.
@@ -123,29 +123,22 @@ def _compare(
     }
 
 
-def _answer_of(front: LocalServer, text: str) -> dict:
-    answer = servers.ask(front, text)
-    _say(".")
-    return answer
-
-
-def _say(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _table(results: Sequence[dict[str, Any]]) -> str:
-    prompt = servers.PROMPT_TOKENS
-    lines = [
-        f"{'layout':16} {'bytes per page':^25} {f'of {prompt} tokens found':^27} {'answers':>14}",
-        f"{'':16} {'sent to':>12} {'kept in':>12} {'on the':>8} {'in host':>8} {'in the':>9} {'beside':>14}",
-        f"{'':16} {'decode':>12} {'the store':>12} {'device':>8} {'memory':>8} {'store':>9} "
-        f"{'one server':>14}",
+    page, prompt = "bytes per page", f"of {servers.PROMPT_TOKENS} tokens"
+    rows: list[tuple[object, ...]] = [
+        ("layout", page, page, prompt, prompt, prompt, "answers"),
+        (
+            "",
+            "sent to decode",
+            "in the store",
+            "on device",
+            "in host memory",
+            "in the store",
+            "as one server's",
+        ),
     ]
     for result in results:
-        found, answers = result["found"], "the same" if result["same_answers"] else "OTHERS"
-        lines.append(
-            f"{result['layout']:16} {result['transferred_page_bytes']:12.0f} "
-            f"{result['stored_page_bytes']:12.0f} {found['device']:8} {found['host']:8} "
-            f"{found['storage']:9} {answers:>14}"
-        )
-    return "\n".join(lines)
+        size = [f"{result[f'{name}_page_bytes']:.0f}" for name in ("transferred", "stored")]
+        found = [result["found"][place] for place in ("device", "host", "storage")]
+        rows.append((result["layout"], *size, *found, "the same" if result["same_answers"] else "OTHERS"))
+    return "\n".join(aligned(rows))

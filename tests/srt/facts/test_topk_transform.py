@@ -8,7 +8,7 @@ import pytest
 from codec_oracle import OURS_ALONE
 from topk_table import EXTENDS, IMPLEMENTATIONS, LAYOUTS, MODES, REFUSED, cells, expected, works_as
 
-from sgl_kvpool.attention.topk_transform import (
+from sgl_kvpool.srt.facts.topk_transform import (
     UnsupportedCombination,
     check_combination,
     select_topk_transform,
