@@ -70,11 +70,12 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     """
     problems = []
     for point in points:
+        ours = point.target.startswith(f"{_PACKAGE}.")
         try:
-            ours = point.target.startswith(f"{_PACKAGE}.")
             found: Any = import_module(point.target) if ours else pkgutil.resolve_name(point.target)
         except Exception as error:  # whatever a module raises when it is imported
-            problems.append(f"{point.target}: not there ({type(error).__name__}: {error})")
+            said = "cannot be imported" if ours else "not there"
+            problems.append(f"{point.target}: {said} ({type(error).__name__}: {error})")
             continue
         expected = point.members + (point.added if applied else ())
         if absent := [name for name in expected if name not in found]:
@@ -87,11 +88,12 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
 
 
 def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
-    """The first expected parameter that is absent or out of order, and all expected ones after it."""
+    """The expected parameters that are absent; if none is, the first out of order and all after it."""
     if not expected or not callable(found):
         return []
-    names = iter(inspect.signature(found).parameters)
-    return [name for name in expected if name not in names]
+    names = inspect.signature(found).parameters
+    order = iter(names)
+    return [name for name in expected if name not in names] or [n for n in expected if n not in order]
 
 
 @dataclass(frozen=True)
