@@ -69,7 +69,7 @@ $(OTHER_VENV)/.installed: constraints.txt | $(STAMP)
 
 # Four servers, one after the other, and doctor: about four minutes.
 test-other-sglang: $(OTHER_VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m other_sglang tests/engine/test_other_sglang.py
+	OTHER_SGLANG=$(OTHER_SGLANG) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m other_sglang tests/engine/test_other_sglang.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

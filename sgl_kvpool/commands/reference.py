@@ -137,26 +137,25 @@ def _form(layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str) -> str
         return "refused"
 
 
-def _changes(*, repairs: bool) -> Iterator[tuple[str, str, str, str]]:
-    """Group, function, what the hook does and where it was reported: repairs of SGLang, or the others."""
+def _changes(*, repairs: bool) -> _Entries:
+    """Group, function and what the hook does: repairs of SGLang with their reports, or the other hooks."""
     for group in GROUPS:
         for target, hook in sorted(group.declared.hooks.items()):
-            reported = group.declared.repairs.get(target, "")
+            reported = group.declared.repairs.get(target)
             if bool(reported) is repairs:
                 change, _, _ = " ".join((hook.__doc__ or "").split()).partition(". ")
-                name = _code(".".join(target.split(".")[-2:]))
-                yield group.name.capitalize(), name, change.removesuffix("."), reported
+                change = change.removesuffix(".") + (f" ({reported})" if reported else "")
+                yield group.name.capitalize(), _code(".".join(target.split(".")[-2:])), change
 
 
 def _hooks() -> _Entries:
     """Hooks: functions of SGLang that the plugin changes, by hook group; their docstrings say more."""
-    return (change[:3] for change in _changes(repairs=False))
+    return _changes(repairs=False)
 
 
 def _repairs() -> _Entries:
     """Repairs: hooks on what is wrong in SGLang itself, with reports; look at them again in 0.5.24."""
-    for group, name, change, reported in _changes(repairs=True):
-        yield group, name, f"{change} ({reported})"
+    return _changes(repairs=True)
 
 
 def _lists(entries: _Entries) -> str:

@@ -1,20 +1,18 @@
 """How the installed SGLang differs from the one that this release was tested with.
 
-`fingerprint.json` has digests of what our hook points name, the server's arguments with their defaults, and
-the versions of SGLang's libraries; `python -m scripts.fingerprint` writes it. Taking one imports all modules
-that we hook (25 s on two cores), so a server does it only on another version.
+`fingerprint.json` has digests of what our hook points name and our classes inherit, the server's arguments
+with their defaults, and the versions of SGLang's libraries; `python -m scripts.fingerprint` writes it. Taking
+one imports all modules that we hook (25 s on two cores), so a server does it only on another version.
 """
 
 import dataclasses
-import enum
 import hashlib
 import importlib.metadata
 import inspect
 import json
 import pkgutil
-import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,133 +21,128 @@ from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 
 FILE = Path(__file__).with_name("fingerprint.json")
-_LIBRARIES = ("sglang-kernel", "flashinfer-python", "torch", "triton")
+_LIBRARIES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "triton")
 _ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 _TIMEOUT_SECONDS = 300
 
-Fingerprint = dict[str, dict[str, Any]]
 
-
-def take(groups: Iterable[HookGroup]) -> Fingerprint:
-    """Fingerprint of the installed SGLang: ``versions``, ``arguments`` with defaults, ``sources`` by target.
-
-    A target without a digest (None) is absent or a module.
-    """
+def take(groups: Iterable[HookGroup]) -> dict[str, dict[str, str]]:
+    """Fingerprint of the installed SGLang: versions, defaults of arguments, digests of sources by target."""
     from sglang.srt.server_args import ServerArgs
 
-    points = {point.target for group in groups for point in group.points()}
-    ours = hook_points.__package__.partition(".")[0]
-    targets = sorted(one for one in points if not one.startswith(f"{ours}.") and one != _ARGUMENTS)
-    return {
-        "versions": versions(),
-        "arguments": _fields(ServerArgs) or {},
-        "sources": {target: _digest(target) for target in targets},
-    }
+    named = {point.target for group in groups for point in group.points()} | _inherited(groups)
+    named |= {f"{target}.__init__" for target in named if isinstance(_found(target), type)}
+    sources = _digests(named - {_ARGUMENTS, f"{_ARGUMENTS}._NS_BY_FIELD"})
+    # Without local parts such as +cu129.
+    public = {name: found.partition("+")[0] for name, found in versions(_LIBRARIES).items() if found}
+    return {"versions": public, "arguments": _fields(ServerArgs), "sources": sources}
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of SGLang and its libraries without local parts such as +cu129; None for a missing one."""
-    found: dict[str, str | None] = {}
-    for name in ("sglang", *_LIBRARIES):
-        try:
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of distributions; None for a missing one."""
+    found = {name: importlib.metadata.distributions(name=name) for name in names}
+    return {name: next((one.version for one in copies), None) for name, copies in found.items()}
 
 
-def tested() -> Fingerprint:
+def tested() -> dict[str, dict[str, str]]:
     """Fingerprint of the SGLang that this release was tested with."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def _fields(found: type) -> dict[str, str] | None:
-    """Default of each field of a dataclass or msgspec Struct; None for other classes."""
-    import msgspec
-
-    fields: tuple[Any, ...]
-    absent: Any
-    if issubclass(found, msgspec.Struct):
-        fields, absent = msgspec.structs.fields(found), msgspec.NODEFAULT
-    elif dataclasses.is_dataclass(found):
-        fields, absent = dataclasses.fields(found), dataclasses.MISSING
-    else:
-        return None
-    given = {one.name: "required" if one.default is absent else repr(one.default) for one in fields}
-    made: dict[str, Any] = {
-        one.name: one.default_factory for one in fields if one.default_factory is not absent
+def _inherited(groups: Iterable[HookGroup]) -> set[str]:
+    """What SGLang's classes have that ours extend."""
+    return {
+        f"{base.__module__}.{base.__qualname__}.{name}"
+        for path in {path for group in groups for path in group.source_modules if ".srt." in path}
+        for ours in getattr(_found(path), "__dict__", {}).values()
+        if isinstance(ours, type) and ours.__module__ == path
+        for base in ours.__mro__
+        if base.__module__.startswith("sglang.")
+        for name in vars(base)
+        if name == "__init__" or not name.startswith(("__", "_abc_"))
     }
-    return given | {name: repr(make()) for name, make in made.items()}
 
 
-def _digest(target: str) -> str | None:
+def _found(target: str) -> Any:
+    """What a target names, of a property or a Triton kernel the function; None if it is not there."""
     try:
-        text = _described(pkgutil.resolve_name(target))
+        found = pkgutil.resolve_name(target)
     except Exception:  # whatever a module raises when it is imported; `hook_points.check` reports it
         return None
-    return text and hashlib.sha256(text.encode()).hexdigest()[:12]
+    for inner in ("fget", "func", "fn"):
+        found = found if inspect.ismodule(found) else getattr(found, inner, found)
+    return found
+
+
+def _fields(found: type) -> dict[str, str]:
+    """Default of each field of a dataclass or msgspec Struct; none for other classes."""
+    import msgspec
+
+    fields: Iterable[Any] = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
+    absent: Any = dataclasses.MISSING
+    if issubclass(found, msgspec.Struct):
+        fields, absent = msgspec.structs.fields(found), msgspec.NODEFAULT
+    made = {one.name: repr(one.default_factory()) for one in fields if one.default_factory is not absent}
+    given = {one.name: "required" if one.default is absent else repr(one.default) for one in fields}
+    return given | made
+
+
+def _digests(targets: Iterable[str]) -> dict[str, str]:
+    """Digests of targets; what is absent or not SGLang's, modules and instances have none."""
+    texts = {target: _described(_found(target)) for target in sorted(targets)}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items() if text}
 
 
 def _described(found: Any) -> str | None:
-    """Source of a function without comments; members of an enum, fields of a dataclass, a constructor."""
-    if inspect.ismodule(found):
-        return None
+    """Source of a function without comments; members of an enum or a collection; fields or bases."""
     if isinstance(found, type):
-        if issubclass(found, enum.Enum):
-            return repr(list(found.__members__))
-        if (fields := _fields(found)) is not None:
-            return repr(fields)
-        bases = ", ".join(base.__name__ for base in found.__bases__)
-        return f"{found.__name__}({bases}) {_described(found.__init__)}"
-    if isinstance(found, Mapping):
-        return repr([str(key) for key in found])
+        bases = [*(base.__name__ for base in found.__bases__), *vars(found).get("_fields", ())]
+        return repr(list(getattr(found, "__members__", {}).items()) or _fields(found) or bases)
+    if isinstance(found, Set | Mapping):
+        return repr(sorted(map(str, found)))
     if isinstance(found, int | float | str | list | tuple):
         return repr(found)
+    if not str(getattr(found, "__module__", None)).startswith("sglang."):
+        return None  # a module; a constructor of Python's or torch's
     try:
-        # The function of a property, of a Triton kernel, compiled or interpreted.
-        source = inspect.getsource(getattr(found, "fget", getattr(found, "fn", found)))
+        lines = inspect.getsource(found).splitlines()
     except (OSError, TypeError):
-        return type(found).__name__
-    lines = textwrap.dedent(source).splitlines()
+        return None
     return "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
-def differences(groups: Iterable[HookGroup]) -> dict[str, list[str]]:
-    """What differs from the tested SGLang, by kind; empty if nothing does.
+def differences(groups: Iterable[HookGroup]) -> list[str]:
+    """What differs from the tested SGLang, a line for each kind; empty if nothing does.
 
     A library that is not installed is no difference: a CPU needs none of the GPU's.
     """
     old, new = tested(), take(groups)
-    found: dict[str, list[str]] = {}
-    changed = [name for name, digest in new["sources"].items() if digest != old["sources"].get(name)]
-    there = [name for name in changed if new["sources"][name] is not None]
-    found[f"{len(there)} source{'s differ' if len(there) > 1 else ' differs'}"] = _by_module(there)
-    before, after = old["arguments"], new["arguments"]
-    found["new arguments"] = [f"{name}={after[name]}" for name in after if name not in before]
-    found["arguments that are gone"] = [name for name in before if name not in after]
-    found["other defaults"] = [
-        f"{name}={after[name]} (was {before[name]})"
-        for name in after
-        if before.get(name, after[name]) != after[name]
-    ]
-    found["other versions"] = [
-        f"{name} {version} (tested: {old['versions'][name]})"
-        for name, version in new["versions"].items()
-        if version not in (None, old["versions"][name]) and name != "sglang"
-    ]
-    return {title: lines for title, lines in found.items() if lines}
+    new["sources"] = _digests(old["sources"]) | new["sources"]
+    new["versions"] = old["versions"] | new["versions"] | {"sglang": old["versions"]["sglang"]}
+    lines = []
+    for kind, before in old.items():
+        after = new[kind]
+        changed = [name for name in before if after.get(name, before[name]) != before[name]]
+        found = {
+            "changed": [f"{name}={after[name]} (tested: {before[name]})" for name in changed],
+            "new": [f"{name}={value}" for name, value in after.items() if name not in before],
+            "removed": [name for name in before if name not in after],
+        }
+        for title, names in found.items():
+            shown = _by_module(name.partition("=")[0] for name in names) if kind == "sources" else names
+            lines += [f"{title} {kind}: {'; '.join(shown)}"] if names else []
+    return lines
 
 
-def failing(groups: Iterable[HookGroup]) -> dict[str, list[str]]:
-    """Hook groups that do not work, with the hook points that fail."""
-    found = {}
+def failing(groups: Iterable[HookGroup]) -> list[str]:
+    """A line for each hook group that does not work: what to leave out, and the hook points that fail."""
+    found = []
     for group in groups:
         points = group.points()
         if problems := hook_points.check(points):
-            title = f"{group.name}: {len(problems)} of {len(points)} hook points fail"
-            found[f"{title}; leave out {group.leave_out}"] = [
-                _short(problem.partition(" (")[0]) for problem in problems
-            ]
+            names = "; ".join(_short(problem.partition(" (")[0]) for problem in problems)
+            count = f"{len(problems)} of {len(points)} hook points fail"
+            found.append(f"{group.name}: {count}; leave out {group.leave_out}: {names}")
     return found
 
 
@@ -157,21 +150,19 @@ def _short(target: str) -> str:
     return target.removeprefix("sglang.").removeprefix("srt.")
 
 
+def _defined(target: str) -> str:
+    """Where the source of a target stands, which another module may import, or a base class have."""
+    found = _found(target)
+    name = getattr(found, "__qualname__", "<")
+    return target if "<" in name else f"{found.__module__}.{name}"
+
+
 def _by_module(targets: Iterable[str]) -> list[str]:
-    """Targets, those of one module or class together."""
-    names = defaultdict(list)
-    for target in targets:
-        where, _, name = target.rpartition(".")
-        names[_short(where)].append(name)
-    return [
-        f"{where}: {', '.join(found)}" if len(found) > 1 else f"{where}.{found[0]}"
-        for where, found in names.items()
-    ]
-
-
-def lines(found: Mapping[str, list[str]]) -> list[str]:
-    """A line for each kind of difference, with what differs."""
-    return [f"{title}: {'; '.join(names)}" for title, names in found.items()]
+    """Where the sources of targets stand, those of one module or class together."""
+    found = defaultdict(list)
+    for where, _, name in (_short(one).rpartition(".") for one in sorted(set(map(_defined, targets)))):
+        found[where].append(name)
+    return [f"{where}: {', '.join(names)}" for where, names in found.items()]
 
 
 def problem() -> str | None:
@@ -179,12 +170,11 @@ def problem() -> str | None:
 
     A build of the tested release with another number (0.5.23.post1) is accepted if nothing differs.
     """
-    version, known = versions()["sglang"], tested()["versions"]["sglang"]
-    if version == known or (version and version == env.text(env.CHILD_SAME_AS_TESTED)):
-        return None
+    version = (versions(("sglang",))["sglang"] or "").partition("+")[0]
+    known = tested()["versions"]["sglang"]
     text = hook_points.version_problem()
-    if version is None:
-        return text
+    if not version or version in (known, env.text(env.CHILD_SAME_AS_TESTED)):
+        return None if version else text
     found = _compared()
     if text is None and not found:
         env.export(env.CHILD_SAME_AS_TESTED, version)
@@ -193,20 +183,15 @@ def problem() -> str | None:
         f"SGLang {version} differs from the tested {known}; install sglang=={known}, or set "
         f"{env.ALLOW_UNTESTED}=1 to try (the hook points are checked all the same)"
     )
-    return "\n".join([text, *lines(found)])
+    return "\n".join([text, *found])
 
 
-def _compared() -> dict[str, list[str]]:
+def _compared() -> list[str]:
     """`failing` and `differences` of all hook groups, from a child: a launcher must not import the pools."""
-    done = env.run_alone(f"import {__name__} as ours; ours.answer()", _TIMEOUT_SECONDS)
+    code = f"import json; from {__package__} import fingerprint as ours, hook_groups as all"
+    code += "\nprint('\\n' + json.dumps(ours.failing(all.GROUPS) + ours.differences(all.GROUPS)))"
+    done = env.run_alone(code, _TIMEOUT_SECONDS)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return {"the comparison failed": done.stderr.splitlines()[-3:]}
-
-
-def answer() -> None:
-    """In the child: print the differences as the last line of stdout."""
-    from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
-
-    print("\n" + json.dumps(failing(GROUPS) | differences(GROUPS)))
+        return ["the comparison failed:", *done.stderr.splitlines()[-3:]]

@@ -70,23 +70,30 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     """
     problems = []
     for point in points:
+        ours = point.target.startswith(f"{_PACKAGE}.")
         try:
-            ours = point.target.startswith(f"{_PACKAGE}.")
             found: Any = import_module(point.target) if ours else pkgutil.resolve_name(point.target)
         except Exception as error:  # whatever a module raises when it is imported
-            problems.append(f"{point.target}: not there ({type(error).__name__}: {error})")
+            said = "cannot be imported" if ours else "not there"
+            problems.append(f"{point.target}: {said} ({type(error).__name__}: {error})")
             continue
         expected = point.members + (point.added if applied else ())
         if absent := [name for name in expected if name not in found]:
             problems.append(f"{point.target}: has no {', '.join(absent)}")
-        if point.parameters and callable(found):
-            names = iter(inspect.signature(found).parameters)
-            # The first that is absent or out of order, and all after it.
-            if missing := [name for name in point.parameters if name not in names]:
-                problems.append(f"{point.target}: takes no {', '.join(missing)} in the expected order")
+        if missing := _missing_parameters(found, point.parameters):
+            problems.append(f"{point.target}: takes no {', '.join(missing)} in the expected order")
         if applied and point.hooked and not hasattr(found, _MARK):
             problems.append(f"{point.target}: the hook was not applied")
     return problems
+
+
+def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
+    """The expected parameters that are absent; if none is, the first out of order and all after it."""
+    if not expected or not callable(found):
+        return []
+    names = inspect.signature(found).parameters
+    order = iter(names)
+    return [name for name in expected if name not in names] or [n for n in expected if n not in order]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """How an SGLang differs from the tested one: a changed function, a new argument, another library."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,12 +7,31 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-#: What the copy has at the end of a file: a function that we use with another body, and a new argument.
-OTHER_BODY = ("runtime_context.py", "\n\ndef num_dp_ranks_of(cfg):\n    return 1\n")
-NEW_ARGUMENT = (
-    "server_args.py",
-    "\nServerArgs = msgspec.defstruct('ServerArgs', [('kv_row_bytes', int, 0)], bases=(ServerArgs,))\n",
-)
+#: Changes of SGLang's files: other bodies of a function that we call, of one that our pools inherit and, in a
+#: module that ours cannot import any more, of one that our backend overrides; a new method of a base class;
+#: an enum's value; another member of a set; a new argument.
+CHANGES = [
+    ("runtime_context.py", "return cfg.dp_size * cfg.attn_dp_size", "return cfg.attn_dp_size * cfg.dp_size"),
+    (
+        "mem_cache/memory_pool.py",
+        "return self.custom_mem_pool\n\n\n",
+        "return self.custom_mem_pool or None\n\n    def rows(self):\n        return 0\n\n\n",
+    ),
+    ("layers/attention/flashinfer_mla_backend.py", "class PrefillMetadata:", "class Other:"),
+    (
+        "layers/attention/flashinfer_mla_backend.py",
+        "PrefillMetadata(self.prefill_wrapper_verify, False)",
+        "PrefillMetadata(self.prefill_wrapper_verify, True)",
+    ),
+    ("mem_cache/hicache_storage.py", 'AUXILIARY_SWA = "auxiliary_swa"', 'AUXILIARY_SWA = "other_swa"'),
+    ("arg_groups/resolution_hooks.py", '        "handle_mega_moe",\n', '"handle_mega_moe", "handle_rows",\n'),
+    (
+        "server_args.py",
+        "\n\ndef _rebuild_server_args(",
+        "\nServerArgs = msgspec.defstruct('ServerArgs', [('kv_row_bytes', int, 0)], bases=(ServerArgs,))\n"
+        "\n\ndef _rebuild_server_args(",
+    ),
+]
 PROBLEM = """
 import os
 from sgl_kvpool import env
@@ -22,31 +40,38 @@ print(); print(fingerprint.problem()); print(os.environ.get(env.CHILD_SAME_AS_TE
 """
 
 
+def mirrored(real, copy, changes):
+    """Links to what a folder has, but for changed files and the folders that hold them."""
+    copy.mkdir(parents=True)
+    for path in real.iterdir():
+        inside = [
+            (name.removeprefix(f"{path.name}/"), *texts)
+            for name, *texts in changes
+            if f"{name}/".startswith(f"{path.name}/")
+        ]
+        if path.name == "__pycache__":
+            continue
+        if inside and path.is_dir():
+            mirrored(path, copy / path.name, inside)
+        elif inside:
+            text = path.read_text()
+            for _, old, new in inside:
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
+            (copy / path.name).write_text(text)
+        else:
+            (copy / path.name).symlink_to(path)
+
+
 def copied(folder, *changes, **versions):
-    """A folder for PYTHONPATH: links to the installed SGLang but for changed files, and other versions."""
+    """A folder for PYTHONPATH: the installed SGLang with changes, and other versions of distributions."""
     real = Path(find_spec("sglang").origin).parent
-    srt = folder / "sglang" / "srt"
-    srt.mkdir(parents=True)
-    for inside in (real, real / "srt"):
-        for path in inside.iterdir():
-            if path.name not in ("srt", "__pycache__", *(name for name, _ in changes)):
-                (folder / "sglang" / path.relative_to(real)).symlink_to(path)
-    for name, text in changes:
-        (srt / name).write_text((real / "srt" / name).read_text() + text)
+    mirrored(real, folder / "sglang", [(f"srt/{name}", *texts) for name, *texts in changes])
     for name, number in versions.items():
         info = folder / f"{name}-{number}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
     return str(folder)
-
-
-def test_the_installed_sglang_is_the_tested_one(fresh):
-    code = "import json; from sgl_kvpool.commands.doctor import probes\n"
-    code += "from sgl_kvpool.sglang_plugin import fingerprint\n"
-    code += "groups = probes.hook_groups()\n"
-    code += "print(json.dumps(fingerprint.failing(groups) | fingerprint.differences(groups)))"
-    done = fresh.run(code)
-    assert json.loads(done.stdout.splitlines()[-1]) == {}, "run `python -m scripts.fingerprint`"
 
 
 def problem(folder):
@@ -62,12 +87,21 @@ def problem(folder):
 def test_differences_are_named(tmp_path):
     """Of a build of the tested release with another number."""
     versions = {"sglang": "0.5.23.post1", "flashinfer_python": "9.9", "triton": f"{version('triton')}+x"}
-    (first, *others), told = problem(copied(tmp_path, OTHER_BODY, NEW_ARGUMENT, **versions))
+    (first, cuda, drafts, *others), told = problem(copied(tmp_path, *CHANGES, **versions))
     assert first.startswith("SGLang 0.5.23.post1 differs from the tested 0.5.23; install sglang==0.5.23, or")
+    backend = "layers.attention.flashinfer_mla_backend"
+    failing = f"{backend}.PrefillMetadata: not there; sgl_kvpool.srt.attention.cuda: cannot be imported"
+    assert cuda.startswith("dense MLA on CUDA: ")
+    assert failing in cuda
+    assert drafts.startswith("speculative decoding: ")
     assert others == [
-        "1 source differs: runtime_context.num_dp_ranks_of",
+        f"changed versions: flashinfer-python=9.9 (tested: {version('flashinfer-python')})",
         "new arguments: kv_row_bytes=0",
-        f"other versions: flashinfer-python 9.9 (tested: {version('flashinfer-python')})",
+        "changed sources: arg_groups.resolution_hooks: _OVERRIDABLE_HOOKS; "
+        f"{backend}.FlashInferMLAAttnBackend: init_forward_metadata; mem_cache.hicache_storage: PoolName; "
+        "mem_cache.memory_pool.KVCache: maybe_get_custom_mem_pool; runtime_context: num_dp_ranks_of",
+        "new sources: mem_cache.memory_pool.KVCache: rows",
+        f"removed sources: {backend}: PrefillMetadata",
     ]
     assert told == "None"
 

@@ -68,14 +68,11 @@ def machine() -> dict[str, Any]:
 
 
 def packages() -> Finding:
+    from sgl_kvpool.sglang_plugin.fingerprint import versions
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})
-    for name in _PACKAGES:
-        try:
-            finding.facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            finding.facts[name] = None
+    finding.facts |= versions(_PACKAGES)
     problem = version_problem()
     try:
         tried = env.flag(env.ALLOW_UNTESTED)
@@ -129,14 +126,12 @@ def hook_groups() -> tuple[Any, ...]:
 def hook_points() -> Finding:
     """Hook groups that fail on the installed SGLang, and its differences from the tested one. Imports it."""
     from sgl_kvpool.sglang_plugin import fingerprint
+    from sgl_kvpool.sglang_plugin.hook_points import check
 
     groups = hook_groups()
-    failing = fingerprint.failing(groups)
-    finding = Finding({"checked": sum(len(group.points()) for group in groups)})
-    finding.facts["hold"] = finding.facts["checked"] - sum(map(len, failing.values()))
-    finding.problems = fingerprint.lines(failing)
-    finding.notes = fingerprint.lines(fingerprint.differences(groups))
-    return finding
+    points = [point for group in groups for point in group.points()]
+    facts = {"checked": len(points), "hold": len(points) - len(check(points))}
+    return Finding(facts, fingerprint.failing(groups), fingerprint.differences(groups))
 
 
 def gpu() -> Finding:

@@ -152,7 +152,7 @@ def test_arguments_that_are_refused(arguments, error):
 
 
 def test_a1_a_reader_that_is_not_on_the_list_is_refused_at_construction_by_name():
-    """The list: tests/sglang_plugin/test_readers.py."""
+    """The list: tests/srt/facts/test_readers.py."""
     device_pool("bf16", "token_major", readers=["kvpool_mla", "fa3"])
     with pytest.raises(ValueError, match="intel_amx"):
         device_pool("bf16", "token_major", readers=["kvpool_mla", "intel_amx"])
