@@ -208,7 +208,8 @@ def _check_devices(
                 host_waits(f"{name} by an index on the host")
     if name == "copy_":
         target, source = args[:2]
-        if isinstance(target, CudaTensor) and not isinstance(source, CudaTensor) and source.dim():
+        on_host = isinstance(source, torch.Tensor) and not isinstance(source, CudaTensor)
+        if isinstance(target, CudaTensor) and on_host and source.dim():
             _host_to_device("copy_", source, bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
     if name == "_to_copy" and to_device and not isinstance(args[0], CudaTensor):
         _host_to_device("to(cuda)", args[0], bool(kwargs.get("non_blocking")))

@@ -56,6 +56,16 @@ def test_waits_of_the_host_are_found(wait):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_number_is_copied_without_a_wait():
+    x = torch.nn.Parameter(torch.zeros((), device="cuda"), requires_grad=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x.copy_(0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.item() == 0.5
+
+
 def test_rows_of_index_operators_are_told_apart(stream):
     """A pool is one storage that two streams use at once: only the rows of an index are touched."""
     x = torch.zeros(4096, 416, dtype=torch.uint8, device="cuda")
