@@ -13,7 +13,7 @@ import torch
 
 from emulated_cuda import launches
 
-__all__ = ["EXPORTS", "MODULES", "OPERATORS"]
+__all__ = ["EXPORTS", "MODULES", "OPERATORS", "WRITES"]
 
 _KEY, _ROPE, _SCALE_BYTES = 128, 64, 4
 _KEY_BYTES = _KEY + _SCALE_BYTES
@@ -186,11 +186,33 @@ def _topk_ragged(scores, lengths, starts, offsets, out) -> None:
     launches.launch("topk ragged", run, tensors, writes=[3])
 
 
+def _topk_of_requests(scores, lengths, out, slots, queries, starts=None) -> None:
+    """Lists of slots, by a table with a row per request, which has the queries between two of `queries`."""
+    assert scores.dtype == torch.float32
+    assert scores.stride(1) == 1
+    assert lengths.dtype == out.dtype == slots.dtype == queries.dtype == torch.int32
+    assert out.shape == (len(scores), 2048)
+    assert out.is_contiguous()
+    assert len(lengths) == len(scores) >= len(slots) == len(queries) - 1
+    requests = torch.arange(len(scores))
+    if starts is not None or len(slots) < len(scores):
+        assert queries[-1] == len(scores)
+        requests = torch.searchsorted(queries[1:], requests, right=True)
+    out.fill_(-1)
+    for row, length in enumerate(lengths.tolist()):
+        first = 0 if starts is None else int(starts[row])
+        own = _best(scores[row, first : first + length], out.shape[1])
+        out[row, : len(own)] = slots[requests[row]][own]
+
+
 #: Operator of the dispatcher -> what is called instead, with tensors of the CPU.
 OPERATORS: dict[str, Callable[..., Any]] = {
+    "sgl_kernel::fast_topk_transform_fused": _topk_of_requests,
     "deep_gemm::fp8_mqa_logits": _mqa_logits,
     "deep_gemm::fp8_paged_mqa_logits": _paged_mqa_logits,
 }
+#: Operator -> arguments that it writes although its schema does not mark them.
+WRITES = {"sgl_kernel::fast_topk_transform_fused": ("dst_page_table",)}
 #: Module of `load_jit` -> its functions, whose names say nothing.
 MODULES: dict[str, dict[str, Callable[..., None]]] = {
     "dpsk_v32_k_indexer_norm_rope": {"forward": _key},

@@ -62,7 +62,7 @@ def launch(
                 accesses.touch(
                     value, stream, epoch, write=writes is None or number in writes, checked=writes is not None
                 )
-        with _pointed_to(name, values), accesses.writes_only(name, values, writes):
+        with _pointed_to(name, values), _unwritten(name), accesses.writes_only(name, values, writes):
             result = run(*values)
         if writes is None and graphs.capturing() is None:
             ahead = ALLOCATOR.of(values[_READ_AHEAD[name]]) if name in _READ_AHEAD else None
@@ -90,6 +90,17 @@ _READ_AHEAD = {
 _TABLES = dict.fromkeys(
     ("_copy_mla_rows_into_pack_kernel", "_fused_slot_clear_kernel", "_fused_slot_copy_kernel"), 0
 )
+
+
+#: Kernels of SGLang's that convert pairs of values to e4m3, of which one is not written, and not used after.
+_HALF_PAIRS = {"_quantize_k_cache_fast_kernel"}
+
+
+def _unwritten(name: str) -> AbstractContextManager[Any]:
+    """Whether a kernel may read registers that it has not written."""
+    import ptxrun_triton
+
+    return ptxrun_triton.install().using(uninit_regs=0) if name in _HALF_PAIRS else nullcontext()
 
 
 def _pointed_to(name: str, values: list[Any]) -> AbstractContextManager[Any]:

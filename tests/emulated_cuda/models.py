@@ -19,6 +19,7 @@ checked. The real ones are kernels on the current stream, and access no memory o
 | `load_jit` | `verify_tree_greedy` | `draft_operators` | accepted tokens | nothing |
 | `load_jit` | modules in `indexer_operators.MODULES` | `indexer_operators` | keys, queries | nothing |
 | `load_jit` | `topk_plan`, `topk_transform_*` | `indexer_operators` | the plan, the lists | nothing |
+| sgl_kernel | `sgl_kernel::fast_topk_*_fused`, unmarked | `indexer_operators` | `dst_page_table` | nothing |
 | deep_gemm | `deep_gemm::fp8_*mqa_logits` | `indexer_operators` | new scores, NaN outside | nothing |
 | flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` | nothing |
 | flashinfer | `layernorm_cute` | `model_operators` | `out` | nothing |
@@ -26,7 +27,7 @@ checked. The real ones are kernels on the current stream, and access no memory o
 | sglang.kernels | `get_max_active_clusters` | a number | | nothing |
 | sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | | nothing |
 
-Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and `fast_topk*`, and
+Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and top-k lists, and
 `fused_metadata_copy*` of `load_jit`, instead of which SGLang copies tensor by tensor.
 
 Faults of SGLang 0.5.23 that the device finds with these classes (`test_prefill_graphs` expects two):
@@ -70,7 +71,7 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 def install() -> None:
     """Replace these operators, each as soon as its package is imported."""
     libraries.OPERATORS.update(model_operators.OPERATORS | indexer_operators.OPERATORS)
-    libraries.WRITES.update(model_operators.WRITES)
+    libraries.WRITES.update(model_operators.WRITES | indexer_operators.WRITES)
     jit_kernels.MODULES.update(indexer_operators.MODULES)
     jit_kernels.EXPORTS.update({name: _missing(name) for name in _NOT_CALLED})
     for module in (model_operators, draft_operators, indexer_operators):

@@ -74,6 +74,16 @@ def test_waits_of_the_host_are_found(wait):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_number_is_copied_without_a_wait():
+    x = torch.nn.Parameter(torch.zeros((), device="cuda"), requires_grad=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x.copy_(0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.item() == 0.5
+
+
 def test_rows_of_index_operators_are_told_apart(stream):
     """A pool is one storage that two streams use at once: only the rows of an index are touched."""
     x = torch.zeros(4096, 416, dtype=torch.uint8, device="cuda")
@@ -193,3 +203,32 @@ def test_a_graph_of_an_operator_that_returns_its_arguments():
         _, lse, *_ = decode(q, kv, lists, None, None, *schedules, None, None, None, 512, 1.0)
     graph.replay()
     assert lse.flatten().tolist() == pytest.approx([math.log(64)] * 64)
+
+
+def test_lists_of_slots_of_several_requests():
+    """Of 2048 entries, by each request's table; the second request has two queries."""
+    sgl_kernel = pytest.importorskip("sgl_kernel")
+    scores = torch.randn(3, 4096, generator=torch.Generator().manual_seed(1))
+    slots = torch.stack([torch.arange(4096), 10000 + torch.arange(4096).flip(0)]).int()
+    lengths, starts, queries = ([7, 2050, 2040], [0, 100, 100], [0, 1, 3])
+    given = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (lengths, queries, starts)]
+    found = sgl_kernel.fast_topk_transform_fused(
+        scores.cuda(), given[0], slots.cuda(), given[1], 2048, row_starts=given[2]
+    ).cpu()
+    for row, request in enumerate((0, 1, 1)):
+        part = scores[row, starts[row] : starts[row] + lengths[row]]
+        wanted = slots[request][part.argsort(descending=True)[:2048]].tolist()
+        assert sorted(found[row].tolist()) == sorted(wanted + [-1] * (2048 - len(wanted)))
+
+
+def test_sglangs_rows_of_656_bytes_are_quantised():
+    """Its kernel converts pairs of which one is a register that was never written, which no GPU minds."""
+    ops = pytest.importorskip("sglang.kernels.ops.quantization.dsa_quant_k_cache")
+    nope, rope = (torch.randn(5, 1, width, device="cuda").bfloat16() for width in (512, 64))
+    latent, rest = ops.quantize_k_cache_separate(nope, rope)
+    latent, nope = latent.cpu().view(5, -1), nope.cpu().view(5, 4, 128).float()
+    scales = latent[:, 512:].contiguous().view(torch.float32)
+    assert torch.equal(scales, nope.abs().amax(-1) / 448)
+    codes = latent[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(5, 4, 128)
+    torch.testing.assert_close(codes * scales[..., None], nope, rtol=2**-4, atol=1e-2)
+    assert torch.equal(rest.cpu().view(torch.bfloat16).view(5, -1), rope.cpu().view(5, -1))
