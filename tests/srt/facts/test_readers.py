@@ -17,7 +17,7 @@ BF16, FP8, BLOCK, FP4 = "bf16", "fp8", "fp8_block_scale", "fp4"
 @pytest.mark.parametrize(
     ("backend", "layout", "arrangement", "able"),
     [
-        *((name, BF16, "token_major", True) for name in ("kvpool_mla", *STRIDED)),
+        *((name, BF16, "token_major", True) for name in ("kvpool_mla", *sorted(STRIDED))),
         *((name, BF16, "token_major", False) for name in ("intel_amx", "fa4", "unheard_of")),
         *((name, BF16, "page_major", name == "kvpool_mla") for name in ("kvpool_mla", "fa3", "torch_native")),
         *((name, BF16, "layer_major", True) for name in ("kvpool_mla", "fa3", "intel_amx", "fa4")),
