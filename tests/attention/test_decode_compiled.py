@@ -18,8 +18,8 @@ from ptxrun_builds import cache_folder
 
 from sgl_kvpool.attention.decode_config import table
 
-# Compiles the kernels of every tile for sm_90a.
-pytestmark = pytest.mark.slow
+# Compiles the kernels of every tile for sm_90a: 15 minutes beside servers of other tests.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
 #: Tiles of `gluon_decode` and of `gluon_wide`; below, the variants that a batch may need.
