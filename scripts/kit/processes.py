@@ -7,6 +7,7 @@ found as its children.
 
 import contextlib
 import ctypes
+import os
 import shutil
 import signal
 import subprocess
@@ -14,8 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from sgl_kvpool.commands.processes import program
 
@@ -42,26 +41,41 @@ class Ended:
     left_behind: int
 
 
-def _descendants() -> set[psutil.Process]:
-    """Live descendants of this process."""
-    found = set()
-    for each in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if each.status() != psutil.STATUS_ZOMBIE:
-                found.add(each)
+def processes() -> dict[int, tuple[int, int, str]]:
+    """Parent, session and start time of every live process, by id; empty without /proc."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = entry.read_text()
+        except OSError:  # the process has ended
+            continue
+        # The name, in parentheses, may contain any character.
+        rest = text.rpartition(")")[2].split()
+        if rest[0] != "Z":
+            found[int(entry.parent.name)] = (int(rest[1]), int(rest[3]), rest[19])
     return found
 
 
-def _end_descendants(before: set[psutil.Process]) -> int:
+def _descendants() -> set[tuple[int, str]]:
+    """Id and start time of every live descendant of this process; ids alone are reused."""
+    rows, found, parents = processes(), set(), {os.getpid()}
+    while parents:
+        children = {pid for pid, (parent, _, _) in rows.items() if parent in parents}
+        found |= {(pid, rows[pid][2]) for pid in children}
+        parents = children
+    return found
+
+
+def _end_descendants(before: set[tuple[int, str]]) -> int:
     """Wait for descendants that are ending, kill the rest; returns the number of killed processes."""
     deadline = time.monotonic() + _DYING_S
     while (left := _descendants() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     count, deadline = len(left), time.monotonic() + 5
     while left and time.monotonic() < deadline:
-        for each in left:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
-                each.kill()
+        for pid, _ in left:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
         left = _descendants() - before
     return count

@@ -49,7 +49,7 @@ def launch_on_cpu():
     def decode_on_cpu(params, batch_invariant):
         fmt, (tokens, heads, _) = params.fmt, params.q.shape
         config = decode_config(fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1])
-        partial = decode.partial_results(None, config, fmt, tokens, heads, params.pool.device)
+        partial = decode.partial_results(None, config, fmt, tokens, heads, params.row_buffer.device)
         launch(params, partial, config)
 
     decode._decode_on_cpu = decode_on_cpu
