@@ -30,7 +30,7 @@ def test_what_ran(found):
     assert [name for name, record in steps.items() if record.status == "ok"] == RAN == list(steps)
     assert "7 steps: 7 ok" in found["printed"]
     assert "without a GPU: no kernel was checked" in found["printed"]
-    assert f"[7/7] {SERVER}, about 80 s ... " in found["printed"]
+    assert f"[7/7] {SERVER}, about 80 s: " in found["printed"]
     assert all(steps[name].measurements for name in RAN)
 
 

@@ -76,7 +76,7 @@ def test_what_prevents_it_is_named(arranged, capfd, name):
 def test_models_whose_ranks_keep_more_than_rows(resolve, checkpoints):
     """Index keys lie in the pages of rows; states have a tier of their own."""
     argv = ["--kv-cache-layout", "bf16", HICACHE, *TWO_RANKS]
-    assert sharing(resolve(checkpoints["dsa"], *argv, device="cuda")) == "node"
+    assert sharing(resolve(checkpoints["dsa"], *argv, device="cuda")) == "node if the system lets it"
     argv = [checkpoints["kda"], *argv]
     assert sharing(resolve(*argv, device="cuda")) == "rank"
     with pytest.raises(ValueError, match="--kv-host-sharing node does not work with a model with linear"):
