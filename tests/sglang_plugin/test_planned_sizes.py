@@ -152,7 +152,7 @@ def test_a_host_tier(planned):
         "token_bytes": padded_token_bytes(61, key_bytes=132),
         "index_bytes": 0,
         "slot_bytes": 0,
-        "sharing_ranks": 1,
+        "sharing_ranks": 8,
         **NO_DRAFT,
     }
     assert plain["host"] is None
