@@ -26,8 +26,8 @@ MUTATIONS = {
     ),
     "a chunk's limits are those of the list": (
         "attention/cpu.py",
-        "left = limits[own] - begin",
-        "left = limits[own]",
+        "left = kv_lens[of_list] - begin",
+        "left = kv_lens[of_list]",
         "tests/attention/test_decode_arguments.py::test_long_lists_are_read_in_chunks_by_torch",
     ),
     "runs joined that only the source has side by side": (
