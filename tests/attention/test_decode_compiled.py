@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
 #: Tiles of `gluon_decode` and of `gluon_wide`; below, the variants that a batch may need.
 GLUON = [
-    {"layout": layout.value, "heads": tile.query_heads, "kernel": "gluon"} for layout, tile in table("gluon")
+    {"layout": layout.value, "heads": tile.query_heads, "kernel": "gluon"}
+    for layout, tile in table("gluon")
+    if tile.kernel != "triton"
 ]
 GLUON_OTHERS = [
     {"layout": layout, "heads": heads, "queries": 2, **more, "kernel": "gluon"}
