@@ -87,7 +87,10 @@ class Worker:
         return json.loads(line)["hello"]
 
     def run(self, job: Any, limit_s: float) -> dict[str, Any]:
-        """Its answer to a job: `value`, and whether it is `usable`; WorkerEnded if there is none in time."""
+        """Send a job; returns its `value` and whether the worker is still `usable`.
+
+        WorkerEnded if the worker has ended, or does not answer within `limit_s`.
+        """
         # If it has ended, its last output or exit status is read below.
         with contextlib.suppress(BrokenPipeError):
             self._in.write(json.dumps(job).encode() + b"\n")
