@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,15 +26,22 @@ Engine = Callable[[TransferPlan], Any]
 
 
 class TransferChannel:
-    """Transfers of one plan in one direction, by the engine that the factory `engine` makes for it."""
+    """Transfers of one plan in one direction, by the engine that the factory `engine` makes for it.
+
+    Channels of a tier share `timer`, because the parts of their loads interleave.
+    """
 
     def __init__(
-        self, plan: TransferPlan, direction: Literal["to_host", "to_device"], engine: Engine
+        self,
+        plan: TransferPlan,
+        direction: Literal["to_host", "to_device"],
+        engine: Engine,
+        timer: "StreamTimer | None" = None,
     ) -> None:
         self.plan, self.direction = plan, direction
         self.engine: Any = engine(plan)
         self._torch = TorchEngine(plan)
-        self._under_way: list[_OnStream] = []
+        self._timer = timer or StreamTimer(direction)
 
     def run(self, transfer: Transfer, part: int | None = None) -> None:
         """Move pages of all layers, or of the layer at index `part` of the group.
@@ -46,7 +53,7 @@ class TransferChannel:
         Errors of `TransferPlan.check_pages` before anything is moved; any other if torch fails too, after
         which the contents of the target pages are undefined.
         """
-        self._count_finished()
+        self._timer.count_finished()
         try:
             self._timed(self.engine, transfer, part)
         except Exception as error:  # torch may succeed, whatever the error
@@ -66,13 +73,21 @@ class TransferChannel:
     def _timed(self, engine: Any, transfer: Transfer, part: int | None) -> None:
         size_bytes = len(transfer) * self.plan.bytes_per_page(part)
         if engine.is_asynchronous:
-            self._on_stream(engine, transfer, part, size_bytes)
+            self._timer.enqueue(engine, transfer, part, size_bytes)
             return
         began = time.perf_counter()
         engine.copy(transfer, part)
         metrics.transferred(self.direction, engine.name, size_bytes, time.perf_counter() - began)
 
-    def _on_stream(self, engine: Any, transfer: Transfer, part: int | None, size_bytes: int) -> None:
+
+class StreamTimer:
+    """Seconds of the transfers of one direction on a GPU's stream, for the metrics."""
+
+    def __init__(self, direction: str) -> None:
+        self.direction = direction
+        self._under_way: list[_OnStream] = []
+
+    def enqueue(self, engine: Any, transfer: Transfer, part: int | None, size_bytes: int) -> None:
         """Enqueue a transfer or its next part between two events."""
         on_stream = transfer.state.get(self) or _OnStream(engine.name, engine.tools.make_event)
         engine.copy(transfer, part)
@@ -82,7 +97,7 @@ class TransferChannel:
             transfer.state[self] = on_stream
             self._under_way.append(on_stream)
 
-    def _count_finished(self) -> None:
+    def count_finished(self) -> None:
         """Count finished transfers, except the latest, in the metrics, without waiting for any."""
         while len(self._under_way) > 1:
             seconds = self._under_way[0].seconds()
@@ -144,8 +159,12 @@ class TransferChannels:
 
     @property
     def run_bytes(self) -> list[int]:
-        """Sizes of the copy runs of a page, in the plan of the first pool to the host."""
-        return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
+        """Sizes of the copy runs of a page to the host."""
+        return _run_bytes(channel.plan for channel in self.to_host)
+
+
+def _run_bytes(plans: Iterable[TransferPlan]) -> list[int]:
+    return sorted({run.run_bytes for plan in plans for run in plan.copy_runs})
 
 
 def build_channels(
@@ -192,7 +211,7 @@ def channels_of(
     staged_bytes: int,
     request: EngineRequest,
 ) -> TransferChannels:
-    """Transfer channels of plans to the host and back for each pool; the first decides on the engines.
+    """Transfer channels of plans to the host and back for each pool, all with the same engines.
 
     `pages` is host memory `[pages, bytes]` uint8, contiguous and still unused, and `staged_bytes` the minimum
     of a buffer slot: a page of rows, or `staged_state_bytes` for states.
@@ -203,19 +222,24 @@ def channels_of(
         to_host: Engine = engine_class(required=request.engine == CPU_ENGINE)
         to_device: Engine = to_host
     else:
-        to_host, to_device = _gpu_engines(plans[0][0], pages, staged_bytes, device, request)
+        to_host, to_device = _gpu_engines([there for there, _ in plans], pages, staged_bytes, device, request)
+    store, load = StreamTimer("to_host"), StreamTimer("to_device")
     return TransferChannels(
-        [TransferChannel(there, "to_host", to_host) for there, _ in plans],
-        [TransferChannel(back, "to_device", to_device) for _, back in plans],
+        [TransferChannel(there, "to_host", to_host, store) for there, _ in plans],
+        [TransferChannel(back, "to_device", to_device, load) for _, back in plans],
     )
 
 
 def _gpu_engines(
-    plan: TransferPlan, pages: torch.Tensor, staged_bytes: int, device: torch.device, request: EngineRequest
+    plans: Sequence[TransferPlan],
+    pages: torch.Tensor,
+    staged_bytes: int,
+    device: torch.device,
+    request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """Engine factories of both directions; torch's for "auto" if a GPU engine cannot be built."""
     try:
-        return _built_engines(plan, pages, staged_bytes, device, request)
+        return _built_engines(plans, pages, staged_bytes, device, request)
     except Exception as error:  # no CUDA compiler, no memory for a buffer, a failed measurement
         if request.engine != "auto":
             raise
@@ -224,12 +248,16 @@ def _gpu_engines(
 
 
 def _built_engines(
-    plan: TransferPlan, pages: torch.Tensor, staged_bytes: int, device: torch.device, request: EngineRequest
+    plans: Sequence[TransferPlan],
+    pages: torch.Tensor,
+    staged_bytes: int,
+    device: torch.device,
+    request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """As `_gpu_engines`, but raises the error of an engine that cannot be built."""
     chunks = request.chunks
-    run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
-    converts, is_pinned = plan.conversion is not None, chunks is not None
+    run_bytes = min(_run_bytes(plans), default=0)
+    converts, is_pinned = plans[0].conversion is not None, chunks is not None
     calls = request.gpu_calls() if is_pinned else None  # torch copies unpinned memory; the build takes 10 s
     wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
     rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}

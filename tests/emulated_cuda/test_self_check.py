@@ -27,7 +27,9 @@ print(json.dumps([facts, problems + ALLOCATOR.problems]))
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        pytest.param(["fp4 page_major", "fp8_block_scale, host fp4"], 2, marks=pytest.mark.quick),
+        pytest.param(
+            ["fp4 page_major", "fp8_block_scale, host fp4", "fp4, sparse"], 3, marks=pytest.mark.quick
+        ),
         pytest.param([], 28, id="all"),
     ],
 )
@@ -41,6 +43,6 @@ def test_the_self_check_passes(on_device, names, count):
     for name, found in facts.items():
         assert found.startswith("passed"), name
         assert "attention of 3 requests" in found
-        # The others' tier is SGLang's own, or holds index keys too.
-        own_tier = not name.endswith(", sparse") and name not in ("bf16 layer_major", "fp8 layer_major")
+        # SGLang's own tier serves the others.
+        own_tier = name not in ("bf16 layer_major", "fp8 layer_major", "bf16, sparse", "fp8, sparse")
         assert ("2 pages to the host tier and back" in found) == own_tier

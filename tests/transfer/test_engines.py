@@ -11,7 +11,7 @@ from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, copies_of, disti
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.transfer import gpu_engine
-from sgl_kvpool.transfer.channel import TransferChannel
+from sgl_kvpool.transfer.channel import EngineRequest, channels_of
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import (
     GPU_ENGINES,
@@ -157,7 +157,8 @@ def test_what_an_engine_cannot_do():
         StagedEngine(plan, tools(64, buffer=None), True)
 
 
-def test_a_channel_counts_a_load_once(counting):
+def test_a_load_whose_channels_interleave_is_counted_once(counting):
+    """Two channels of one tier, as the rows and the index keys of a sparse model."""
     device, on_device = side("layer_major", distinct)
     host, on_host = side("page_major", -18, pages=PAGES + 2)
     shared = tools(LAYERS * TOKENS * ROW)
@@ -166,19 +167,22 @@ def test_a_channel_counts_a_load_once(counting):
         labels = {"direction": "to_device", "engine": engine}
         return tuple(counting(f"sgl_kvpool_transfer_{what}_total", **labels) for what in ("bytes", "seconds"))
 
-    channel = TransferChannel(
-        TransferPlan(host, device, "kv"), "to_device", lambda plan: KernelEngine(plan, shared, False)
-    )
+    plans = [(TransferPlan(device, host, "kv"), TransferPlan(host, device, "kv"))] * 2
+    request = EngineRequest("auto", "kernel", None, calls)
+    channels = channels_of(plans, host.tensors[0], 0, request).to_device
+    for channel in channels:
+        channel.engine = KernelEngine(channel.plan, shared, False)
     before = moved("kernel")
     on_host[...] = distinct(on_host.shape)
     lists = [(np.array([1, 8]), slots_of([2, 5])), (np.array([3]), slots_of([0]))]
     for numbers, pages in lists:
         load = Transfer(numbers, pages, to_host=False)
         for part in range(LAYERS):
-            channel.run(load, part)
+            for channel in channels:
+                channel.run(load, part)
         calls().play(1)
         assert np.array_equal(on_device[:, pages.page_indices()], on_host[:, numbers])
     # A transfer is counted by the next one, so that no call waits for the last.
     after = moved("kernel")
-    assert after[0] - before[0] == 2 * LAYERS * TOKENS * ROW
+    assert after[0] - before[0] == 2 * 2 * LAYERS * TOKENS * ROW
     assert after[1] - before[1] == pytest.approx(1.5e-3)

@@ -1,12 +1,12 @@
-"""Bytes of a host page: rows, padding, checksum. Numpy and xxhash are the only dependencies.
+"""Bytes of a host page: content, padding, checksum. Numpy and xxhash are the only dependencies.
 
 A host page of format version 2 is contiguous, so that stores can read and write it in place: ::
 
-    [rows of all layers | padding | checksum]     size_bytes in all; the checksum is at the end
+    [rows of all layers | index keys | padding | checksum]     size_bytes in all; the checksum is at the end
 
 `size_bytes` is also the distance between pages. It is a multiple of 4096 if that adds at most 3 % to the
-rows, so that stores that open files with O_DIRECT (NIXL's default) move pages without a copy. Otherwise such
-stores get copies, which are padded to the next multiple.
+content, so that stores that open files with O_DIRECT (NIXL's default) move pages without a copy. Otherwise
+such stores get copies, which are padded to the next multiple.
 
 The checksum is XXH3-128 of all bytes before it, seeded with the page's format and its storage key. Therefore
 a page that was truncated, changed, written in another format or stored under another key is detected and not
@@ -32,7 +32,7 @@ CHECKSUM_BYTES = 16
 DIRECT_IO_BYTES = 4096
 #: Minimum alignment of pages: enough for every dtype and for the widest words of kernels.
 _ALIGNMENT_BYTES = 16
-#: Maximum bytes added to align a page to `DIRECT_IO_BYTES`, as a share of the rows' bytes.
+#: Maximum bytes added to align a page to `DIRECT_IO_BYTES`, as a share of the content's bytes.
 _MAX_PADDING = 0.03
 #: Threads that compute checksums: four read faster than a network or a disk delivers.
 _THREADS = 4
@@ -47,7 +47,7 @@ def _rounded_up(size_bytes: int, multiple_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class HostPageFormat:
-    #: Of the content: rows of all layers, or the states of a slot.
+    #: Of the content: rows of all layers and index keys, or the states of a slot.
     content_bytes: int
     #: Of the page with padding and checksum.
     size_bytes: int
@@ -57,7 +57,7 @@ class HostPageFormat:
 
     @classmethod
     def of_rows(cls, content_bytes: int, page_size: int) -> HostPageFormat:
-        """Format of a page of rows, given their bytes in all layers.
+        """Format of a page of rows, given the bytes of its content.
 
         The page gets a whole number of bytes per token, because SGLang and its stores count bytes per token.
         """

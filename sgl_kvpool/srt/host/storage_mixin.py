@@ -54,7 +54,7 @@ def storage_format_tag(
         tag += f"-d{target.dcp_rank}.{target.dcp_size}"
     if index_keys:
         layers = repr([(key.layer_id, key.content, key.runs.size_bytes) for key in index_keys])
-        # SGLang stores keys without their Hadamard rotation if its indexer is fused.
+        # A fused indexer stores keys without their Hadamard rotation.
         fused = is_cuda() and not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
         digest = xxhash.xxh32_hexdigest(layers.encode())
         tag += f"-i{len(index_keys)}x{index_keys[0].runs.size_bytes}.{digest}h{0 if fused else 1}"
