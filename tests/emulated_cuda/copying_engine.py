@@ -110,10 +110,9 @@ def install(flag):
     def receive_changed(self, requests):
         own = own_flag()
         before, _, change = own.read_text().partition(",")
-        if requests and before:
+        if requests and before == "evict":
             torch.cuda.synchronize()
-            if before == "evict":
-                _evict(self)
+            _evict(self)
             _clear(self)
             torch.cuda.synchronize()
             own.write_text("," + change)
@@ -125,7 +124,7 @@ def install(flag):
 def main(model, flag, phases, **options):
     """Answers to all prompts at once, of one Engine.
 
-    `phases` are (name, before: "", "evict" or "flush", name of what is changed before decoding, or "").
+    `phases` are (name, before: "" or "evict", name of what is changed before decoding, or "", new tokens).
     """
     from emulated_cuda import memory
     from sgl_kvpool.commands.processes import forks
@@ -140,16 +139,13 @@ def main(model, flag, phases, **options):
     import sglang
 
     engine = sglang.Engine(model_path=model, device="cuda", **COMMON | DRAFTS | options)
-    answers, parameters = {}, {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-    for name, before, change in phases:
+    answers, parameters = {}, {"temperature": 0, "ignore_eos": True}
+    for name, before, change, count in phases:
         began = time.monotonic()
-        if before == "flush":
-            time.sleep(3)  # until pages are in the store
-            assert engine.flush_cache().success
-            before = "clear"
         for each in flags:
             each.write_text(f"{before},{change}")
-        answers[name] = engine.generate(input_ids=prompts(), sampling_params=parameters)
+        sampling = {**parameters, "max_new_tokens": count}
+        answers[name] = engine.generate(input_ids=prompts(), sampling_params=sampling)
         found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)
     engine.shutdown()

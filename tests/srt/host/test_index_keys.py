@@ -1,5 +1,10 @@
 """Index keys of sparse models in host pages: order of loads, stores, damage, names of pages."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from direct_stores import GOT, KEYS, PUT, MemoryStore, filled, flipped, get, put
@@ -8,6 +13,8 @@ from pools import GUARD, dsa_pool, everything
 from test_controller import Broken, torch_too
 from test_every_model import family
 from test_hybrid_stores import fetch, files, stored
+
+from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 
 pytestmark = pytest.mark.usefixtures("no_reserve", "published")
 PAGE, KEY_BYTES = 64, 64 * 132
@@ -81,6 +88,19 @@ def test_a_flipped_bit_in_a_file_ends_the_prefix(model_of, store, failures, laye
     again.put(other)
     again.evict()
     assert again.check(other) == len(other)
+
+
+def test_flipped_bits_in_mooncake(tmp_path):
+    """Mooncake's own programs and client, in a process that finds its libraries."""
+    for module in ("mooncake", "nixl_cu13"):
+        pytest.importorskip(module)
+    script = Path(__file__).with_name("mooncake_pages.py")
+    with MooncakeStore(tmp_path) as store:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", script],
+            env=os.environ | store.environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def direct(controller_of, store=None):
