@@ -74,12 +74,13 @@ class TransferChannel:
 
     def _on_stream(self, engine: Any, transfer: Transfer, part: int | None, size_bytes: int) -> None:
         """Enqueue a transfer or its next part between two events."""
-        on_stream = transfer.state.get(self) or _OnStream(engine.name, engine.tools.make_event)
+        # One for all channels of a load, whose parts alternate.
+        on_stream = transfer.state.get(_OnStream) or _OnStream(engine.name, engine.tools.make_event)
         engine.copy(transfer, part)
         on_stream.end(size_bytes)
         # Append only after `end`, because an event that was never recorded counts as reached and has no time.
-        if self not in transfer.state:
-            transfer.state[self] = on_stream
+        if _OnStream not in transfer.state:
+            transfer.state[_OnStream] = on_stream
             self._under_way.append(on_stream)
 
     def _count_finished(self) -> None:

@@ -34,23 +34,21 @@ def _zero_rows_of_drafts(scheduler, batch):
     return True
 
 
-def _permute_keys(scheduler, batch):
-    """Index keys of the batch's tokens change places, in the target and in the draft."""
+def _zero_keys(scheduler, batch):
+    """Index keys of the prompts' ends, which hold what is copied, no longer select their tokens."""
     import torch
 
-    lengths = [len(request.origin_input_ids) for request in batch.reqs]
     table = scheduler.req_to_token_pool.req_to_token
-    places = batch.req_pool_indices.tolist()
-    own = [table[place, :n].long() for place, n in zip(places, lengths, strict=True)]
-    slots = torch.unique(torch.cat(own).cpu())
-    order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))
-    for pool in _pools(scheduler):
-        pool.index_key_cache.move(slots.to("cuda"), slots[order].to("cuda"))
+    for place in batch.req_pool_indices.tolist():
+        slots = table[place, SHARED : SHARED + OWN].long()
+        for pool in _pools(scheduler):
+            for keys in pool.index_pages:
+                keys[torch.unique((slots // pool.page_size).cpu()).to("cuda")] = 0
     return False
 
 
 #: What is done to the caches before a decode batch -> whether before all that follow, too.
-CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "permute index keys": _permute_keys}
+CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "zero index keys": _zero_keys}
 
 
 def _evict(scheduler):

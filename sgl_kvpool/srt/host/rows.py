@@ -98,7 +98,8 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         views = [canonical_view(pool, self._tokens_per_page) for pool in pools]
         self._device_views = [view.only("kv") for view in views]
         # Beside a draft's separate tier, SGLang allocates a pool of its index keys.
-        self._key_views = [view.only("indexer") for view in views if kv_pool.serves_dsa and with_checksum]
+        has_keys = with_checksum and any(pool.serves_dsa for pool in pools)
+        self._key_views = [view.only("indexer") for view in views if has_keys]
         # Of each pool, the indices of its layers with index keys, by their indices among all layers.
         ids = [[layer.layer_id for layer in kv_group(view).layers] for view in self._device_views]
         self._key_parts = [
