@@ -26,22 +26,15 @@ Engine = Callable[[TransferPlan], Any]
 
 
 class TransferChannel:
-    """Transfers of one plan in one direction, by the engine that the factory `engine` makes for it.
-
-    Channels of a tier share `timer`, because the parts of their loads interleave.
-    """
+    """Transfers of one plan in one direction, by the engine that the factory `engine` makes for it."""
 
     def __init__(
-        self,
-        plan: TransferPlan,
-        direction: Literal["to_host", "to_device"],
-        engine: Engine,
-        timer: "StreamTimer | None" = None,
+        self, plan: TransferPlan, direction: Literal["to_host", "to_device"], engine: Engine
     ) -> None:
         self.plan, self.direction = plan, direction
         self.engine: Any = engine(plan)
         self._torch = TorchEngine(plan)
-        self._timer = timer or StreamTimer(direction)
+        self._under_way: list[_OnStream] = []
 
     def run(self, transfer: Transfer, part: int | None = None) -> None:
         """Move pages of all layers, or of the layer at index `part` of the group.
@@ -53,7 +46,7 @@ class TransferChannel:
         Errors of `TransferPlan.check_pages` before anything is moved; any other if torch fails too, after
         which the contents of the target pages are undefined.
         """
-        self._timer.count_finished()
+        self._count_finished()
         try:
             self._timed(self.engine, transfer, part)
         except Exception as error:  # torch may succeed, whatever the error
@@ -73,31 +66,24 @@ class TransferChannel:
     def _timed(self, engine: Any, transfer: Transfer, part: int | None) -> None:
         size_bytes = len(transfer) * self.plan.bytes_per_page(part)
         if engine.is_asynchronous:
-            self._timer.enqueue(engine, transfer, part, size_bytes)
+            self._on_stream(engine, transfer, part, size_bytes)
             return
         began = time.perf_counter()
         engine.copy(transfer, part)
         metrics.transferred(self.direction, engine.name, size_bytes, time.perf_counter() - began)
 
-
-class StreamTimer:
-    """Seconds of the transfers of one direction on a GPU's stream, for the metrics."""
-
-    def __init__(self, direction: str) -> None:
-        self.direction = direction
-        self._under_way: list[_OnStream] = []
-
-    def enqueue(self, engine: Any, transfer: Transfer, part: int | None, size_bytes: int) -> None:
+    def _on_stream(self, engine: Any, transfer: Transfer, part: int | None, size_bytes: int) -> None:
         """Enqueue a transfer or its next part between two events."""
-        on_stream = transfer.state.get(self) or _OnStream(engine.name, engine.tools.make_event)
+        # One for all channels of a load, whose parts alternate.
+        on_stream = transfer.state.get(_OnStream) or _OnStream(engine.name, engine.tools.make_event)
         engine.copy(transfer, part)
         on_stream.end(size_bytes)
         # Append only after `end`, because an event that was never recorded counts as reached and has no time.
-        if self not in transfer.state:
-            transfer.state[self] = on_stream
+        if _OnStream not in transfer.state:
+            transfer.state[_OnStream] = on_stream
             self._under_way.append(on_stream)
 
-    def count_finished(self) -> None:
+    def _count_finished(self) -> None:
         """Count finished transfers, except the latest, in the metrics, without waiting for any."""
         while len(self._under_way) > 1:
             seconds = self._under_way[0].seconds()
@@ -223,10 +209,9 @@ def channels_of(
         to_device: Engine = to_host
     else:
         to_host, to_device = _gpu_engines([there for there, _ in plans], pages, staged_bytes, device, request)
-    store, load = StreamTimer("to_host"), StreamTimer("to_device")
     return TransferChannels(
-        [TransferChannel(there, "to_host", to_host, store) for there, _ in plans],
-        [TransferChannel(back, "to_device", to_device, load) for _, back in plans],
+        [TransferChannel(there, "to_host", to_host) for there, _ in plans],
+        [TransferChannel(back, "to_device", to_device) for _, back in plans],
     )
 
 

@@ -34,23 +34,21 @@ def _zero_rows_of_drafts(scheduler, batch):
     return True
 
 
-def _permute_keys(scheduler, batch):
-    """Index keys of the batch's tokens change places, in the target and in the draft."""
+def _zero_keys(scheduler, batch):
+    """Index keys of the prompts' ends, which hold what is copied, no longer select their tokens."""
     import torch
 
-    lengths = [len(request.origin_input_ids) for request in batch.reqs]
     table = scheduler.req_to_token_pool.req_to_token
-    places = batch.req_pool_indices.tolist()
-    own = [table[place, :n].long() for place, n in zip(places, lengths, strict=True)]
-    slots = torch.unique(torch.cat(own).cpu())
-    order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))
-    for pool in _pools(scheduler):
-        pool.index_key_cache.move(slots.to("cuda"), slots[order].to("cuda"))
+    for place in batch.req_pool_indices.tolist():
+        slots = table[place, SHARED : SHARED + OWN].long()
+        for pool in _pools(scheduler):
+            for keys in pool.index_pages:
+                keys[torch.unique((slots // pool.page_size).cpu()).to("cuda")] = 0
     return False
 
 
 #: What is done to the caches before a decode batch -> whether before all that follow, too.
-CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "permute index keys": _permute_keys}
+CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "zero index keys": _zero_keys}
 
 
 def _evict(scheduler):
@@ -110,10 +108,9 @@ def install(flag):
     def receive_changed(self, requests):
         own = own_flag()
         before, _, change = own.read_text().partition(",")
-        if requests and before:
+        if requests and before == "evict":
             torch.cuda.synchronize()
-            if before == "evict":
-                _evict(self)
+            _evict(self)
             _clear(self)
             torch.cuda.synchronize()
             own.write_text("," + change)
@@ -125,7 +122,7 @@ def install(flag):
 def main(model, flag, phases, **options):
     """Answers to all prompts at once, of one Engine.
 
-    `phases` are (name, before: "", "evict" or "flush", name of what is changed before decoding, or "").
+    `phases` are (name, before: "" or "evict", name of what is changed before decoding, or "", new tokens).
     """
     from emulated_cuda import memory
     from sgl_kvpool.commands.processes import forks
@@ -140,16 +137,13 @@ def main(model, flag, phases, **options):
     import sglang
 
     engine = sglang.Engine(model_path=model, device="cuda", **COMMON | DRAFTS | options)
-    answers, parameters = {}, {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-    for name, before, change in phases:
+    answers, parameters = {}, {"temperature": 0, "ignore_eos": True}
+    for name, before, change, count in phases:
         began = time.monotonic()
-        if before == "flush":
-            time.sleep(3)  # until pages are in the store
-            assert engine.flush_cache().success
-            before = "clear"
         for each in flags:
             each.write_text(f"{before},{change}")
-        answers[name] = engine.generate(input_ids=prompts(), sampling_params=parameters)
+        sampling = {**parameters, "max_new_tokens": count}
+        answers[name] = engine.generate(input_ids=prompts(), sampling_params=sampling)
         found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)
     engine.shutdown()

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("emulated_cuda.operators")
+from engine_cases import quick
 from test_cuda_backend_gpu import PAGE, Case, published_on_cuda  # noqa: F401
 
 from emulated_cuda import order
 from emulated_cuda.memory import ALLOCATOR
+from sgl_kvpool import metrics
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +31,7 @@ def process_group():
 
 @pytest.fixture
 def controller_of(process_group, monkeypatch):
-    """`controller_of(pool, io_backend, forward)`: SGLang's, which waits for the stream `forward`."""
+    """`controller_of(pool, io_backend, forward, drafts)`: SGLang's, which waits for the stream `forward`."""
     from host_tier import controller_over
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import (
@@ -48,7 +50,7 @@ def controller_of(process_group, monkeypatch):
     monkeypatch.setattr("sgl_kvpool.transfer.gpu_engine.KERNEL_BLOCKS", 3)
     before, tiers = snapshot_context(), []
 
-    def build(pool, io_backend, forward):
+    def build(pool, io_backend, forward, drafts=()):
         label = {"kernel": "page_first", "direct": "page_first_direct"}[io_backend]
         get_parallel().clear_stamp()
         args = ServerArgs(
@@ -56,7 +58,7 @@ def controller_of(process_group, monkeypatch):
             page_size=PAGE, hicache_mem_layout=label, hicache_io_backend=io_backend,
         )  # fmt: skip
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        controller = controller_over(pool, process_group, io_backend)
+        controller = controller_over(pool, process_group, io_backend, drafts=drafts)
         tiers.append(controller.mem_pool_host.anchor_entry.host_pool)
         controller.write_fence_stream = controller.load_fence_stream = forward
         return controller
@@ -194,6 +196,58 @@ def test_rows_are_converted_while_the_model_decodes(controller_of, layout, host,
     assert server.unharmed()
 
 
+def sparse_model(controller_of, engine, io_backend="kernel"):
+    """A controller, the pools of a sparse model and its draft, and a stream; one layer has no index keys."""
+    from pools import dsa_pool
+
+    made = {"device": "cuda", "size": 8 * PAGE, "start_layer": 0, "host_tier": HostTierOptions(engine=engine)}
+    target = dsa_pool("fp4", layer_num=4, skip_topk_layers=[False, True, False, False], **made)
+    draft = dsa_pool("fp4", layer_num=1, **made)
+    forward = torch.cuda.Stream()
+    return controller_of(target, io_backend, forward, (draft,)), (target, draft), forward
+
+
+def loaded(controller, pools, forward):
+    """Back up two pages, overwrite them and load them elsewhere; the index keys that the model then reads."""
+    allocator, target = controller.mem_pool_device_allocator, pools[0]
+    taken = allocator.alloc(2 * PAGE)
+    keys = [pages for pool in pools for pages in pool.index_pages]
+    torch.cuda.synchronize()
+    for number, pages in enumerate(keys):
+        pages[taken[::PAGE] // PAGE] = number + 1
+    forward.wait_stream(torch.cuda.current_stream())
+    kept = controller.write(taken, node_id=1)
+    controller.ack_write_queue.pop().finish_event.synchronize()
+    for pages in keys:
+        pages.fill_(GUARD)
+    forward.wait_stream(torch.cuda.current_stream())
+    new = controller.load(kept, node_id=1)
+    controller.layer_done_counter.set_consumer(controller.start_loading())
+    forward.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forward):
+        places = new[::PAGE] // PAGE
+        found = [target.get_index_k_with_scale_buffer(layer)[places] for layer in (0, 2, 3)]
+        found.append(pools[1].index_pages[0][places])  # behind the target, as SGLang's drafts
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "io_backend"),
+    quick([("staged", "kernel"), ("kernel", "kernel"), ("copy_engine", "direct")], [("staged", "kernel")]),
+)
+def test_index_keys_arrive_before_the_event_of_their_layer(controller_of, monkeypatch, engine, io_backend):
+    """For the metrics a load is one transfer of rows and keys in turn; it is counted in the next load."""
+    counted = []
+    monkeypatch.setattr(metrics, "transferred", lambda *transfer: counted.append(transfer))
+    controller, pools, forward = sparse_model(controller_of, engine, io_backend)
+    for _ in range(2):
+        found = loaded(controller, pools, forward)
+        assert all((keys == number + 1).all() for number, keys in enumerate(found))
+    size_bytes = 2 * controller.mem_pool_host.anchor_entry.host_pool.page_bytes
+    assert [each[:3] for each in counted if each[0] == "to_device"] == [("to_device", engine, size_bytes)]
+
+
 # ------------------------------------------------------------------------------------------- mistakes
 
 
@@ -243,3 +297,23 @@ def test_page_lists_are_kept_until_they_were_read(controller_of, monkeypatch, en
     server.controller.write(server.allocator.alloc(MOVED * PAGE), node_id=1)
     gc.collect()
     assert ("its stream was not recorded (record_stream)" in problems()) != recorded
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("engine", ["staged", "kernel"])
+def test_index_keys_that_arrive_behind_the_event_of_their_layer(controller_of, monkeypatch, engine):
+    """`_parts_of` (srt/host/rows.py): with the rows of the last layer, which nothing but its event orders."""
+    controller, pools, forward = sparse_model(controller_of, engine)
+    tier = controller.mem_pool_host.anchor_entry.host_pool
+    parts_of = tier._parts_of
+
+    def late(layer_id, is_draft):
+        *keys, rows = parts_of(layer_id, is_draft)
+        if layer_id == 3:
+            keys = [key for layer in range(4) for key in parts_of(layer, is_draft)[:-1]]
+        return [*keys, rows] if is_draft or layer_id == 3 else [rows]
+
+    monkeypatch.setattr(tier, "_parts_of", late)
+    with pytest.raises(order.OrderFault, match=r"reads on stream .* what .* wrote"):
+        loaded(controller, pools, forward)
+    problems()

@@ -29,7 +29,7 @@ def page_keys(text):
 def change(store, key):
     """Replace a stored page by one with a changed byte, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, HERE / "change_page.py", key],
+        [sys.executable, HERE / "change_page.py", key, "1234"],
         env={**os.environ, **store.environment},
         capture_output=True,
         text=True,

@@ -55,14 +55,14 @@ def allocator_of(pool):
     )  # fmt: skip
 
 
-def controller_over(pool, process_group, io_backend, store=None, model_name="model"):
+def controller_over(pool, process_group, io_backend, store=None, model_name="model", drafts=()):
     """SGLang's controller of a pool, whose host tier SGLang builds; `store` names a backend of stores."""
     from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
 
     allocator = allocator_of(pool)
     group = hybrid_pool_assembler.build_kv_only_group(
         page_size=allocator.page_size, kv_pool=pool, use_mla=True,
-        full_layer_mapping={layer: layer for layer in range(pool.layer_num)},
+        full_layer_mapping={layer: layer for layer in range(pool.layer_num)}, mtp_draft_device_pools=drafts,
     )  # fmt: skip
     return hybrid_cache_controller.HybridCacheController(
         allocator, group, allocator.page_size, process_group, threading.Event(), write_policy="write_through",

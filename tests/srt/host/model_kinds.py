@@ -9,9 +9,9 @@ import torch
 ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
 #: NIXL's POSIX files, which SGLang's cleaner would delete on a disk that is 80 % full.
 NIXL_POSIX = '{"plugin": {"posix": {"active": true}}, "l3_cleaner_enabled": false}'
-#: --hicache-storage-backend-extra-config of stores in a folder; prefixes of one token are fetched too.
+#: --hicache-storage-backend-extra-config of stores; prefixes of one token are fetched too.
 STORE_CONFIGURATIONS = {
-    "file": '{"prefetch_threshold": 1}',
+    **dict.fromkeys(("file", "mooncake"), '{"prefetch_threshold": 1}'),
     "nixl": NIXL_POSIX[:-1] + ', "prefetch_threshold": 1, "use_direct_io": false}',
 }
 

@@ -1,13 +1,20 @@
 """Index keys of sparse models in host pages: order of loads, stores, damage, names of pages."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from direct_stores import GOT, KEYS, PUT, MemoryStore, filled, flipped, get, put
 from host_tier import backup, host_pool, load, page_memory, slots, tier_of
-from pools import GUARD, dsa_pool, everything
+from pools import GUARD, device_pool, dsa_pool, everything
 from test_controller import Broken, torch_too
 from test_every_model import family
 from test_hybrid_stores import fetch, files, stored
+
+from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 
 pytestmark = pytest.mark.usefixtures("no_reserve", "published")
 PAGE, KEY_BYTES = 64, 64 * 132
@@ -18,6 +25,10 @@ SKIPPED = [False, False, False, True, True, True, False]
 def sparse(layout="fp4", layers=7, pages=6, **extra):
     skipped = {"skip_topk_layers": SKIPPED} if layers == 7 else {}
     return dsa_pool(layout, start_layer=0, layer_num=layers, size=pages * PAGE, **skipped, **extra)
+
+
+def dense(layout, **extra):
+    return device_pool(layout, page_size=PAGE, pages=7, layers=7, start_layer=0, **extra)
 
 
 def parts_of(target, draft):
@@ -54,15 +65,20 @@ def test_a_layer_arrives_with_its_index_keys(label):
                 assert (data[page] == expected).all(), (layer, name, page)
 
 
-@pytest.mark.parametrize(("layout", "host"), [("bf16", "same"), ("bf16", "fp4"), ("fp4", "same")])
-def test_a_page_has_all_bytes_of_the_pool(layout, host):
+@pytest.mark.parametrize(
+    ("target", "layout", "host"),
+    [(sparse, "bf16", "same"), (sparse, "bf16", "fp4"), (sparse, "fp4", "same"), (dense, "fp4", "same")],
+)
+def test_a_page_has_all_bytes_of_the_pools(target, layout, host):
+    """SGLang compares what target and draft declare, and neither declares index keys."""
     from sgl_kvpool.srt.pool.regions import canonical_view
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
-    pool = sparse(layout, host_tier=HostTierOptions(layout=host))
-    (group,) = canonical_view(pool).groups
-    narrower = 7 * PAGE * (1152 - 416) if host == "fp4" else 0
-    assert host_pool(pool).page_bytes == group.bytes_per_page - narrower
+    options = {"host_tier": HostTierOptions(layout=host)}
+    pools = [target(layout, **options), sparse(layout, layers=1, **options)]
+    content_bytes = sum(group.bytes_per_page for pool in pools for group in canonical_view(pool).groups)
+    narrower = 8 * PAGE * (1152 - 416) if host == "fp4" and layout == "bf16" else 0
+    assert host_pool(pools[0], draft_pools=pools[1:]).page_bytes == content_bytes - narrower
 
 
 @pytest.mark.parametrize("layer", [0, 2], ids=["target", "draft"])
@@ -81,6 +97,19 @@ def test_a_flipped_bit_in_a_file_ends_the_prefix(model_of, store, failures, laye
     again.put(other)
     again.evict()
     assert again.check(other) == len(other)
+
+
+def test_flipped_bits_in_mooncake(tmp_path):
+    """Mooncake's own programs and client, in a process that finds its libraries."""
+    for module in ("mooncake", "nixl_cu13"):
+        pytest.importorskip(module)
+    script = Path(__file__).with_name("mooncake_pages.py")
+    with MooncakeStore(tmp_path) as store:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", script],
+            env=os.environ | store.environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def direct(controller_of, store=None):
