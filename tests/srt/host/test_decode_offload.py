@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from codec_oracle import LAYOUTS
-from host_tier import host_bytes, slots
-from pools import GUARD, device_pool, fill, rows
+from host_tier import page_memory, slots
+from pools import GUARD, device_pool, dsa_pool, fill, index_pages, rows
 
 PAGE_SIZE = 4
 
@@ -42,13 +42,13 @@ def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
     def build(pool, table, model_name="model"):
         args = ServerArgs(
             model_path="dummy", device="cpu", disaggregation_mode="decode", hicache_ratio=2.0,
-            disaggregation_decode_enable_offload_kvcache=True, page_size=PAGE_SIZE,
+            disaggregation_decode_enable_offload_kvcache=True, page_size=pool.page_size,
             hicache_mem_layout="page_first", hicache_io_backend="kernel", hicache_storage_backend="file",
             served_model_name=model_name,
         )  # fmt: skip
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         allocator = PagedTokenToKVPoolAllocator(
-            pool.size, page_size=PAGE_SIZE, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+            pool.size, page_size=pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
         )
         tokens = SimpleNamespace(req_to_token=table)
         manager = DecodeKVCacheOffloadManager(tokens, allocator, process_group, tree_cache=None)
@@ -61,22 +61,44 @@ def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
     restore_context(before)
 
 
-@pytest.mark.parametrize("arrangement", ["layer_major", "page_major"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def dense(layout, arrangement="layer_major"):
+    return device_pool(layout, arrangement, PAGE_SIZE, pages=9)
+
+
+def sparse(layout):
+    return dsa_pool(layout, size=8 * 64, skip_topk_layers=[False, True, False])
+
+
+@pytest.mark.parametrize(
+    ("layout", "made"),
+    [
+        *(
+            (layout, (dense, arrangement))
+            for layout in LAYOUTS
+            for arrangement in ("layer_major", "page_major")
+        ),
+        ("fp4", (sparse,)),
+    ],
+)
 def test_a_prefill_server_finds_what_a_decode_server_offloaded(
-    manager_of, controller_of, tmp_path, layout, arrangement
+    manager_of, controller_of, tmp_path, layout, made
 ):
+    """With the index keys of a sparse model."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
-    fill(pool := device_pool(layout, arrangement, pages=9))
-    # 5 prompt tokens and 8 output tokens: pages 6 and 2 are offloaded, the prompt's first page is not.
-    table = torch.zeros(2, 16, dtype=torch.int32)
-    table[1] = slots([3, 6, 2, 7], PAGE_SIZE)
+    make, *arrangement = made
+    fill(pool := make(layout, *arrangement))
+    for number, keys in enumerate(index_pages(pool)):
+        keys[...] = np.arange(9, dtype=np.uint8)[: len(keys), None] + 16 * number
+    # A page and a token of the prompt and two pages of output: pages 6 and 2 are offloaded, the first is not.
+    page_size = pool.page_size
+    table = torch.zeros(2, 4 * page_size, dtype=torch.int32)
+    table[1] = slots([3, 6, 2, 7], page_size)
     manager = manager_of(pool, table)
     tier = manager.decode_host_mem_pool
     assert isinstance(tier, HierarchicalMLAHostPool)
     free = tier.available_size()
-    request = Request(list(range(5)), list(range(5, 13)))
+    request = Request(list(range(page_size + 1)), list(range(page_size + 1, 3 * page_size + 1)))
     assert manager.offload_kv_cache(request)
     for _ in range(500):
         manager.check_offload_progress()
@@ -85,16 +107,18 @@ def test_a_prefill_server_finds_what_a_decode_server_offloaded(
         time.sleep(0.02)
     assert tier.available_size() == free
 
-    keys = manager._compute_prefix_hash(request, list(range(12)))
-    prefill = controller_of(device_pool(layout, pages=9), store=tmp_path / "store")
+    keys = manager._compute_prefix_hash(request, list(range(3 * page_size)))
+    prefill = controller_of(make(layout), store=tmp_path / "store")
     assert prefill.storage_backend.batch_exists(keys[1:]) == 2
     there = prefill.mem_pool_host.anchor_entry.host_pool
-    host_bytes(there)[...] = GUARD
+    found = page_memory(there)[:, : there.page_bytes]
+    found[...] = GUARD
     operation = SimpleNamespace(request_id="r", is_terminated=lambda: False)
-    assert prefill._generic_page_get(operation, keys[1:], slots([5, 0], PAGE_SIZE)) == 2
-    expected = np.full_like(host_bytes(there), GUARD)
-    expected[[5, 0]] = np.stack(rows(pool), axis=1)[[6, 2]]
-    assert np.array_equal(host_bytes(there), expected)
+    assert prefill._generic_page_get(operation, keys[1:], slots([5, 0], page_size)) == 2
+    expected = np.full_like(found, GUARD)
+    parts = [part for part in (*rows(pool), *index_pages(pool)) if len(part)]
+    expected[[5, 0]] = np.concatenate([part[[6, 2]].reshape(2, -1) for part in parts], axis=1)
+    assert np.array_equal(found, expected)
 
 
 def test_names_too_long_for_files(manager_of):

@@ -81,6 +81,34 @@ def test_a_page_has_all_bytes_of_the_pools(target, layout, host):
     assert host_pool(pools[0], draft_pools=pools[1:]).page_bytes == content_bytes - narrower
 
 
+@pytest.mark.parametrize(
+    ("layout", "stock", "pools"),
+    [
+        ("bf16", True, {"kv": "MLATokenToKVPoolHost", "indexer": "DSAIndexerPoolHost"}),
+        ("fp8_block_scale", True, {"kv": "MLATokenToKVPoolHost", "indexer": "DSAIndexerPoolHost"}),
+        ("fp4", False, {"kv": "HierarchicalMLAHostPool"}),
+    ],
+)
+def test_sglangs_own_pools_keep_its_tier(host_server, kernels, layout, stock, pools):
+    """Rows of 1152 and of 656 bytes without a layout; `test_dsa_pool.py` has layouts without our tier."""
+    from sglang.srt.mem_cache.hybrid_cache.host_pool_config import prepare_host_pool_config
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_host_pool_group
+
+    host_server(
+        page_size=PAGE, hicache_ratio=2.0, hicache_mem_layout="page_first", hicache_io_backend="kernel"
+    )
+    pool = sparse(layout, stock=stock)
+    config = prepare_host_pool_config(
+        decls=pool.host_pool_decls(), full_layer_mapping={i: i for i in range(7)}, transfer_layer_id_max=7,
+        transfer_page_size=PAGE,
+    )  # fmt: skip
+    entries = build_host_pool_group(config=config).entry_map
+    assert {name.value: type(entry.host_pool).__name__ for name, entry in entries.items()} == pools
+    if stock:
+        keys = entries["indexer"].host_pool
+        assert keys.size_per_token * PAGE == 4 * KEY_BYTES
+
+
 @pytest.mark.parametrize("layer", [0, 2], ids=["target", "draft"])
 def test_a_flipped_bit_in_a_file_ends_the_prefix(model_of, store, failures, layer):
     kind = "DSA, packed draft"
