@@ -136,7 +136,8 @@ def fused_moe(kernel: Callable[..., None]) -> Callable[..., None]:
                 if expert == -1:
                     out[own] = 0
                     continue
-                product = a[own // of.top_k].float() @ b[expert].float().T
+                # In float64, so that a row does not depend on the others, as it does not on a GPU.
+                product = a[own // of.top_k].double() @ b[expert].double().T
                 if of.mul_routed_weight:
                     product *= weights.reshape(-1)[own, None]
                 out[own] = product.bfloat16()
