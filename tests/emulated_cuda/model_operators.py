@@ -5,13 +5,18 @@ Those of `OPERATORS` get tensors of the CPU from the dispatcher, the others tens
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-__all__ = ["EXPORTS", "OPERATORS", "WRITES", "fused_add_rmsnorm_cute", "layernorm", "normed"]
+from emulated_cuda import launches
+
+__all__ = ["EXPORTS", "OPERATORS", "WRITES", "fused_add_rmsnorm_cute", "fused_moe", "layernorm", "normed"]
 
 
 def _product(name: str) -> Callable[..., torch.Tensor]:
@@ -93,6 +98,54 @@ def _moe_sum_reduce(x: torch.Tensor, output: torch.Tensor, scale: float = 0) -> 
     assert x.dim() == 3
     assert output.shape == (x.shape[0], x.shape[2])
     output.copy_(x.float().sum(1) * scale)
+
+
+def fused_moe(kernel: Callable[..., None]) -> Callable[..., None]:
+    """`invoke_fused_moe_kernel`, whose emulation would take half of a server's time, without quantisation."""
+    plain = inspect.signature(kernel)
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **options: Any) -> None:
+        given = plain.bind(*args, **options)
+        given.apply_defaults()
+        of = SimpleNamespace(**given.arguments)
+        names = (
+            "use_fp8_w8a8",
+            "use_int8_w8a8",
+            "use_int8_w8a16",
+            "use_int4_w4a16",
+            "a_use_tma",
+            "b_use_tma",
+        )
+        names += ("c_sorted", "fuse_sum_all_reduce", "fuse_add_to_output", "mask_output", "fuse_swiglu")
+        if any(given.arguments[name] for name in names) or of.bias is not None:
+            raise NotImplementedError(f"fused_moe_kernel with one of {', '.join(names)}, or a bias")
+        assert of.A.dtype == of.B.dtype == of.C.dtype == torch.bfloat16
+        assert of.A.shape[1] == of.B.shape[2]
+        assert of.C.shape[-1] == of.B.shape[1]
+        assert of.C.is_contiguous()
+        block, entries = of.config["BLOCK_SIZE_M"], of.topk_ids.numel()
+
+        def run(a, b, c, weights, order, experts, count) -> None:
+            """Of each block of entries, the products with its expert's weights; those of expert -1 are 0."""
+            out, blocks = c.view(-1, c.shape[-1]), order[: count.item()].view(-1, block)
+            experts = experts[: len(blocks)]
+            for expert in experts.unique().tolist():
+                own = blocks[experts == expert].flatten().long()
+                own = own[own < entries]
+                if expert == -1:
+                    out[own] = 0
+                    continue
+                # In float64, so that a row does not depend on the others, as it does not on a GPU.
+                product = a[own // of.top_k].double() @ b[expert].double().T
+                if of.mul_routed_weight:
+                    product *= weights.reshape(-1)[own, None]
+                out[own] = product.bfloat16()
+
+        values = (of.A, of.B, of.C, of.topk_weights, of.sorted_token_ids, of.expert_ids)
+        launches.launch("fused_moe_kernel", run, (*values, of.num_tokens_post_padded), writes={2})
+
+    return call
 
 
 def _apply_rope(

@@ -23,12 +23,14 @@ checked. The real ones are kernels on the current stream, and access no memory o
 | deep_gemm | `deep_gemm::fp8_*mqa_logits` | `indexer_operators` | new scores, NaN outside | nothing |
 | flashinfer | `fused_add_rmsnorm_cute` | `model_operators` | `x`, `residual` | nothing |
 | flashinfer | `layernorm_cute` | `model_operators` | `out` | nothing |
+| sglang.kernels | `invoke_fused_moe_kernel` | `model_operators` | `C` | nothing |
 | sglang | `CustomOpWrapper.real_impl` | their functions | as theirs | nothing |
 | sglang.kernels | `get_max_active_clusters` | a number | | nothing |
 | sglang | `_is_stream_capturing`, which asks cuda-python | `graphs.capturing` | | nothing |
 
-Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and top-k lists, and
-`fused_metadata_copy*` of `load_jit`, instead of which SGLang copies tensor by tensor.
+Not replaced: FlashAttention 3, FlashMLA's dense decode, sgl_kernel's other transfers and top-k lists. Of
+`load_jit`, `fused_metadata_copy*`, instead of which SGLang copies tensor by tensor, and
+`kda_packed_decode_8`, which SGLang takes from 8 requests on.
 
 Faults of SGLang 0.5.23 that the device finds with these classes (`test_prefill_graphs` expects two):
 
@@ -65,6 +67,7 @@ _NOT_CALLED = (
     *("run_activation_with_rounding", "run_activation_with_rounding_input_inplace"),
     *("run_activation_filtered", "run_activation_sorted_filtered", "run_unary_activation"),
 )
+_EXPERTS = "sglang.kernels.ops.moe.fused_moe_triton_kernels"
 _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 
 
@@ -80,6 +83,7 @@ def install() -> None:
     imports.after("sglang.kernels.jit.utils.occupancy", _replace_occupancy)
     imports.after("sglang.srt.utils.custom_op", _call_python_operators)
     imports.after(_BREAKABLE, _replace_capture_status)
+    imports.after(_EXPERTS, _replace_experts)
     imports.after("sglang.srt.layers.moe.fused_moe_triton.layer", _end_race_of_experts)
 
 
@@ -94,6 +98,11 @@ def _replace_norms() -> None:
     norm = sys.modules["flashinfer.norm"]  # which its package does not have as an attribute yet
     norm.fused_add_rmsnorm_cute = model_operators.fused_add_rmsnorm_cute
     norm.layernorm_cute = model_operators.layernorm
+
+
+def _replace_experts() -> None:
+    kernels = sys.modules[_EXPERTS]
+    kernels.invoke_fused_moe_kernel = model_operators.fused_moe(kernels.invoke_fused_moe_kernel)
 
 
 def _replace_occupancy() -> None:

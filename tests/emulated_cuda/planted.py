@@ -34,11 +34,11 @@ def _topk(real, layer, lists, kept=[]):  # noqa: B006 (of the forward pass)
 
 def _draft(real, reader, *more):
     """A draft, whose pool has one layer, reads the slot of the next token for each token."""
-    own = reader._own_entries
+    own = reader._local_indices
     if len(reader.pool.row_pool.kv_buffer) == 1:
-        reader._own_entries = own.roll(-1, 1)
+        reader._local_indices = own.roll(-1, 1)
     real(reader, *more)
-    reader._own_entries = own
+    reader._local_indices = own
 
 
 def _host_row(real, tier, pool, host_slots, slots, layer, *more, **options):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 emulated = pytest.importorskip("emulated_cuda.operators")
-from emulated_cuda import libcudart, libraries, models, runtime  # noqa: E402
+from emulated_cuda import libcudart, libraries, model_operators, models, runtime  # noqa: E402
 from emulated_cuda.graphs import CaptureFault  # noqa: E402
 from emulated_cuda.memory import MemoryFault  # noqa: E402
 from emulated_cuda.order import OrderFault  # noqa: E402
@@ -228,3 +228,32 @@ def test_sglangs_rows_of_656_bytes_are_quantised():
     codes = latent[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(5, 4, 128)
     torch.testing.assert_close(codes * scales[..., None], nope, rtol=2**-4, atol=1e-2)
     assert torch.equal(rest.cpu().view(torch.bfloat16).view(5, -1), rope.cpu().view(5, -1))
+
+
+@pytest.mark.parametrize(("weighted", "top_k"), [(False, 2), (True, 1)])
+def test_experts_are_those_of_the_kernel_they_replace(weighted, top_k):
+    """`fused_moe_kernel` in the emulator, with experts of more and less than a block, and of none."""
+    from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
+    from triton import language as tl
+
+    draw = torch.Generator().manual_seed(3)
+    chosen = torch.tensor([[0, 3], [3, 0], [3, -1], *[[3, 0]] * 18], dtype=torch.int32)
+    a = torch.randn(chosen.numel() // top_k, 128, generator=draw).bfloat16().cuda()
+    b = torch.randn(4, 64, 128, generator=draw).bfloat16().cuda()
+    weights, block = torch.rand(chosen.shape, generator=draw).cuda(), 16
+    order, experts, count = (torch.zeros(n, dtype=torch.int32) for n in (112, 7, 1))
+    model_operators.OPERATORS["sgl_kernel::moe_align_block_size"](
+        chosen, 5, block, order, experts, count, None
+    )
+    found = []
+    for invoke in (kernels.invoke_fused_moe_kernel, kernels.invoke_fused_moe_kernel.__wrapped__):
+        out = torch.full((*chosen.shape, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+        invoke(
+            *(a, b, None, out, None, None, None, weights, chosen.cuda()),
+            *(order.cuda(), experts.cuda(), count.cuda(), weighted, top_k),
+            {"BLOCK_SIZE_M": block, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1},
+            *(tl.bfloat16, False, False, False, False, False),
+        )
+        found.append(out.cpu().float())
+    assert found[1].abs().max() > 10
+    torch.testing.assert_close(*found, rtol=2**-7, atol=1e-3)

@@ -21,8 +21,8 @@ from emulated_cuda.model_engine import tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
-CHUNK, NEW = 256, 6
-SHARED, LONG = tokens(1, 300), tokens(11, 2300)
+CHUNK, NEW = 128, 6
+SHARED, LONG = tokens(1, 172), tokens(11, 400)
 #: The second has two chunks, the third begins like it, up to the end of a chunk; where logarithms begin.
 DENSE = [(tokens(0, 5), 0), (SHARED, 0), (SHARED[:CHUNK] + tokens(2, 37), CHUNK), (tokens(4, 40), 0)]
 #: A prefill graph of the size of the prompts' last chunks; SGLang captures 22, for seconds each.
@@ -50,22 +50,23 @@ class Model(NamedTuple):
         """
         if not self.is_sparse:
             return DENSE
-        selected = self.written.get("index_topk", random_deepseek.INDEX_TOPK)
+        selected = self.written["index_topk"]
         long, other = LONG[: selected + 52], LONG[:selected] + tokens(2, 52)
         return [(tokens(0, 60), 0), (long, selected // 2), (other, selected)]
 
 
 BY_US = {"attention_backend": "kvpool_mla"}
 K_SCALES = (0.0127, 0.0413, 0.0231)
-SPARSE_OPTIONS = {"context_length": 8192, "max_total_tokens": 12288}
+#: Of the long prompts of test_sparse_mtp.py.
+SPARSE_OPTIONS = {"context_length": 8192, "max_total_tokens": 12288, "chunked_prefill_size": 256}
 MODELS = {
     "v3-fp4": Model("deepseek_v3", "fp4"),
     "v3-bf16": Model("deepseek_v3", "bf16", BY_US),
     "v3-fp8": Model("deepseek_v3", "fp8", BY_US, {"k_scales": K_SCALES}),
     "v3-fp8_block_scale": Model("deepseek_v3", "fp8_block_scale"),
     # A selection from fewer tokens, so that prompts can be short.
-    "v32-fp4": Model("deepseek_v32", "fp4", {}, {"index_topk": 512}),
-    "glm5-fp4": Model("glm5", "fp4", SPARSE_OPTIONS),
+    "v32-fp4": Model("deepseek_v32", "fp4", {}, {"index_topk": 256}),
+    "glm5-fp4": Model("glm5", "fp4", {}, {"index_topk": 256}),
     "kimi-fp4": Model("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
 }
 QUICK = ("v3-fp4", "v32-fp4")
