@@ -1,7 +1,7 @@
 """The exception for configurations that are refused, how a command line prints it, and a check of numbers."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
 
@@ -21,15 +21,6 @@ class Way:
     def flags(self) -> set[str]:
         """Flags that it changes."""
         return {*self.without, *flags_of(self.add)}
-
-    def applied_to(self, words: Sequence[str]) -> list[str]:
-        """A command line that goes this way; the words that it adds replace those with the same flags."""
-        kept, dropping = [], False
-        for word in words:
-            if word.startswith("--"):
-                dropping = word.partition("=")[0] in self.flags
-            kept += [] if dropping else [word]
-        return [*kept, *self.add]
 
 
 class Refusal(ValueError):

@@ -16,27 +16,22 @@ if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import PoolOptions
 
 
-def require_decided(server_args: Any) -> None:
-    """Raise RuntimeError for a `ServerArgs` that was resolved before the plugin was loaded.
-
-    The hooks that call this are applied because the environment requests a layout, but no argument was
-    checked, and the layout's dtype was not declared to SGLang.
-    """
-    if not options.config_of(server_args).is_decided:
-        raise RuntimeError(
-            f"{options.LAYOUT.env} requests a layout, but the server's arguments were resolved before "
-            "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
-            f"or start the server with {options.LAYOUT.flag}"
-        )
-
-
 class PoolRequest(Server):
-    """A server whose KVCacheConfigurator builds a pool; the model is the target, or a draft."""
+    """A server whose KVCacheConfigurator builds a pool; the model is the target, or a draft.
+
+    RuntimeError if its arguments were resolved before the plugin was loaded: the hooks are applied because
+    the environment requests a layout, but no argument was checked, and no dtype was declared to SGLang.
+    """
 
     def __init__(self, configurator: Any) -> None:
-        require_decided(configurator.server_args)
         super().__init__(configurator.server_args)
         self.configurator = configurator
+        if not self.config.is_decided:
+            raise RuntimeError(
+                f"{options.LAYOUT.env} requests a layout, but the server's arguments were resolved before "
+                "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before "
+                f"ServerArgs(...), or start the server with {options.LAYOUT.flag}"
+            )
 
     @cached_property
     def has_rows(self) -> bool:
@@ -63,6 +58,24 @@ class PoolRequest(Server):
         """
         is_draft = self.configurator.is_draft_worker
         return KVArrangement.LAYER_MAJOR if is_draft else self.config.arrangement
+
+    @cached_property
+    def stage_rows(self) -> int:
+        """Layers with rows in the pipeline stage of the pool."""
+        stage, with_rows = self.configurator.layer_info, self.layers_with_rows
+        if with_rows is None:
+            return stage.num_effective_layers
+        return sum(stage.start_layer <= layer < stage.end_layer for layer in with_rows)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of a request's states in the linear layers of the stage; 0 for models without such layers."""
+        states, stage = self.configurator.mambaish_config, self.configurator.layer_info
+        if states is None:
+            return 0
+        params = states.mamba2_cache_params
+        here = sum(stage.start_layer <= layer < stage.end_layer for layer in params.layers)
+        return params.mamba_cache_per_req * here // len(params.layers)
 
     @cached_property
     def readers(self) -> tuple[str, ...]:

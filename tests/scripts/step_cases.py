@@ -1,10 +1,13 @@
-"""Steps that run a few lines of Python, for tests of what runs steps."""
+"""Steps that run a few lines of Python, and the program that runs steps, for its tests."""
 
 import json
+import os
+import subprocess
 import sys
 import textwrap
 from dataclasses import asdict
 
+from scripts.kit.environment import ROOT
 from scripts.kit.records import Measurement
 from scripts.kit.runner import Step
 from scripts.servers.server_steps import measurements
@@ -27,3 +30,11 @@ def measured(measurement, times=1):
 def good(name, measurement=GOOD, **more):
     """A step that writes a measurement and counts its runs."""
     return step(name, measured(measurement) + "; (folder / 'ran').open('a').write('x')", **more)
+
+
+def start(*argv):
+    """A process of the program; its errors are on stdout."""
+    return subprocess.Popen(
+        [sys.executable, ROOT / "scripts" / "h100_regression.py", *map(str, argv)], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip

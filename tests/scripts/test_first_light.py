@@ -1,19 +1,16 @@
 """First light with real processes: steps that fail, hang or are missing, and runs that are killed."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 
 import pytest
 from live_processes import naming
-from step_cases import GOOD, good, measured, step
+from step_cases import GOOD, good, measured, start, step
 
 from scripts.bench import tile_table
 from scripts.h100_regression import main
-from scripts.kit.environment import ROOT, Machine
+from scripts.kit.environment import Machine
 from scripts.kit.records import Measurement, read_run
 from scripts.kit.runner import Step
 from scripts.servers.results import Results
@@ -164,22 +161,15 @@ def test_a_line_that_was_cut_off(tmp_path):
     assert read_run(journal).steps["second"].measurements == (GOOD,)
 
 
-SCRIPT = ROOT / "scripts" / "h100_regression.py"
 #: Two steps in this order, of which the second takes half a minute at least.
 ARGV = ["--first-light", "--device", "cpu", "--only", "codec-quick", "--only", "transfer-quick"]
-
-
-def start(out, *argv):
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *argv, "--out", out, "--time-limit-scale", "20"], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 def test_a_killed_run_is_continued(tmp_path):
     """The real command: valid files and no process remain, and what was measured is not measured again."""
     out = tmp_path / "out"
-    process = start(out, *ARGV)
+    there = ("--out", out, "--time-limit-scale", "20")
+    process = start(*ARGV, *there)
     log = out / "logs" / "transfer-quick.log"
     for _ in range(1800):
         if (log.is_file() and log.stat().st_size) or process.poll() is not None:
@@ -195,7 +185,7 @@ def test_a_killed_run_is_continued(tmp_path):
     assert not naming(str(out))
     cut = found_in(out)
     assert statuses(cut)["transfer-quick"] == "missing"
-    again = start(out, *ARGV[:5])  # without transfers, which take long
+    again = start(*ARGV[:5], *there)  # without transfers, which take long
     printed, _ = again.communicate(timeout=300)
     assert again.returncode == 0, printed
     assert "[1/" not in printed  # nothing was left to do

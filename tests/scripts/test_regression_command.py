@@ -1,25 +1,13 @@
 """The command as a process: interrupted in the middle, compared at the end, with a step that fails."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 from live_processes import naming
+from step_cases import start
 
-from scripts.kit.environment import ROOT
 from scripts.kit.records import read_run, write_lines
-
-SCRIPT = ROOT / "scripts" / "h100_regression.py"
-
-
-def start(*argv):
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, argv)], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 def test_interrupted(tmp_path):

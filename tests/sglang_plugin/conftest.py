@@ -142,9 +142,9 @@ def serve(resolve, checkpoints):
 def arranged(resolve, checkpoints):
     """`arranged(arrangement, ..., layout=)`: a resolved record of a server with both arguments."""
 
-    def run(arrangement, *argv, layout="bf16"):
+    def run(arrangement, *argv, layout="bf16", **gpu):
         named = ["--kv-cache-arrangement", arrangement] if arrangement else []
-        return resolve(checkpoints["mla"], "--kv-cache-layout", layout, *named, *argv)
+        return resolve(checkpoints["mla"], "--kv-cache-layout", layout, *named, *argv, **gpu)
 
     return run
 

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sgl_kvpool.sglang_plugin.server import Server
+
 HICACHE = "--enable-hierarchical-cache"
 TWO_RANKS = ("--tp-size", "2")
 #: Obstacle to sharing -> its arguments beside a host tier on two ranks, and its name in the message.
@@ -77,10 +79,7 @@ def test_models_whose_ranks_keep_more_than_rows(resolve, checkpoints):
     """Index keys lie in the pages of rows; states have a tier of their own."""
     argv = ["--kv-cache-layout", "bf16", HICACHE, *TWO_RANKS]
     assert sharing(resolve(checkpoints["dsa"], *argv, device="cuda")) == "node if the system lets it"
-    argv = [checkpoints["kda"], *argv]
-    assert sharing(resolve(*argv, device="cuda")) == "rank"
-    with pytest.raises(ValueError, match="--kv-host-sharing node does not work with a model with linear"):
-        resolve(*argv, "--kv-host-sharing", "node", device="cuda")
+    assert sharing(resolve(checkpoints["kda"], *argv, device="cuda")) == "rank"
 
 
 def drafting(steps=3, topk=1, tokens=4):
@@ -134,15 +133,7 @@ def test_ranks_share_pages_with_the_rows_of_packed_drafts(drafted, name):
         args = drafted(PACKED[name], *asked)
         assert sharing(args) == f"node{how}"
     assert sharing(drafted(PACKED[name], "--kv-host-sharing", "rank")) == "rank"
-    assert takes_our_pool(args, PACKED[name][0])
-
-
-def takes_our_pool(args, layout):
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.memory.arrangement import KVArrangement
-    from sgl_kvpool.sglang_plugin.options import config_of
-
-    return config_of(args).host_tier.serves(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, "cuda")
+    assert Server(args).has_our_tier
 
 
 @pytest.mark.parametrize("name", NOT_PACKED)
@@ -166,7 +157,6 @@ def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin.rules.host_sharing import _has_packed_draft
-    from sgl_kvpool.sglang_plugin.server import Server
 
     model_config = SimpleNamespace(
         num_nextn_predict_layers=layers, hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])

@@ -5,6 +5,11 @@ from types import SimpleNamespace
 import pytest
 from codec_oracle import LAYOUTS, PACKED
 
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.options import KVPoolConfig
+from sgl_kvpool.sglang_plugin.rules import host_tier
+from sgl_kvpool.sglang_plugin.server import Server
+
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 HICACHE = "--enable-hierarchical-cache"
 
@@ -94,65 +99,31 @@ def test_a_decode_server_that_offloads_has_a_tier(arranged):
         arranged(None, *OFFLOAD, "--hicache-mem-layout", "layer_first", layout="fp4")
 
 
-def on_a_gpu(
-    layout,
-    arrangement="layer_major",
-    label="page_first",
-    on=True,
-    device="cuda",
-    host="same",
-    engine="auto",
-    offloads=False,
-):
-    """Call the check of the host tier directly, for any device."""
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.memory.arrangement import KVArrangement
-    from sgl_kvpool.sglang_plugin.options import KVPoolConfig
-    from sgl_kvpool.sglang_plugin.rules import host_tier
-    from sgl_kvpool.sglang_plugin.server import Server
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    view = SimpleNamespace(
-        enable_hierarchical_cache=on, device=device, hicache_mem_layout=label, hicache_io_backend="kernel",
-        hicache_ratio=2.0, hicache_size=0, page_size=64, hicache_storage_backend=None,
-        disaggregation_mode="decode" if offloads else "null",
-        disaggregation_decode_enable_offload_kvcache=offloads, enable_deterministic_inference=False,
-    )  # fmt: skip
-    options = HostTierOptions(layout=host, engine=engine)
-    config = KVPoolConfig(
-        layout=MLAKVCacheLayout(layout), arrangement=KVArrangement(arrangement), host_tier=options
-    )
-    server = Server(None, view=view, config=config)
-    host_tier.check_host_tier(server)
-    if server.has_our_tier:
-        host_tier.check_host_arguments(server)
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sglangs_own_tier_on_a_gpu_takes_its_own_rows(layout, arrangement):
+def test_sglangs_own_tier_on_a_gpu_takes_its_own_rows(arranged, layout, arrangement):
     """SGLang's tier accepts a label that ours refuses, and is used unless ours is needed or requested."""
-    on_a_gpu(layout, arrangement)
-    text = "^--hicache-mem-layout layer_first does not work"
+    label = (HICACHE, "--hicache-mem-layout", "layer_first")
+    arranged(arrangement, HICACHE, layout=layout, device="cuda")
+    ours = [()]
     if layout not in PACKED and arrangement == "layer_major":
-        on_a_gpu(layout, arrangement, label="layer_first")
-        for asked in ({"engine": "staged"}, {"host": "fp4"}):
-            with pytest.raises(ValueError, match=text):
-                on_a_gpu(layout, arrangement, label="layer_first", **asked)
-        return
-    with pytest.raises(ValueError, match=text):
-        on_a_gpu(layout, arrangement, label="layer_first")
+        arranged(arrangement, *label, layout=layout, device="cuda")
+        ours = [("--kv-host-engine", "staged"), ("--kv-host-layout", "fp4")]
+    for asked in ours:
+        with pytest.raises(ValueError, match="^--hicache-mem-layout layer_first does not work"):
+            arranged(arrangement, *label, *asked, layout=layout, device="cuda")
 
 
-def test_engines_and_devices():
+def test_engines_and_devices(arranged):
     for engine in ("staged", "copy_engine", "kernel"):
-        on_a_gpu("fp4", engine=engine)
+        arranged(None, HICACHE, "--kv-host-engine", engine, layout="fp4", device="cuda")
         text = f"^--kv-host-engine {engine} does not work on cpu; leave it out, or use cpu$"
         with pytest.raises(ValueError, match=text):
-            on_a_gpu("fp4", engine=engine, device="cpu")
-    on_a_gpu("fp4", engine="cpu", device="cpu")
-    with pytest.raises(ValueError, match="does not work on cuda.*use one of: staged, copy_engine, kernel$"):
-        on_a_gpu("fp4", engine="cpu")
-    for offloads, flag in ((False, "enable-hierarchical-cache"), (True, "disaggregation-decode-enable-off")):
-        with pytest.raises(ValueError, match=f"^--{flag}.* does not work with --kv-cache-layout fp4 on xpu"):
-            on_a_gpu("fp4", on=not offloads, offloads=offloads, device="xpu")
+            arranged(None, HICACHE, "--kv-host-engine", engine, layout="fp4")
+    arranged(None, HICACHE, "--kv-host-engine", "cpu", layout="fp4")
+    # SGLang resolves nothing for an XPU on this machine.
+    for on, flag in ((True, HICACHE), (False, "--disaggregation-decode-enable-offload-kvcache")):
+        view = SimpleNamespace(enable_hierarchical_cache=on, device="xpu")
+        server = Server(None, view=view, config=KVPoolConfig(layout=MLAKVCacheLayout.FP4))
+        with pytest.raises(ValueError, match=f"^{flag} does not work with --kv-cache-layout fp4 on xpu"):
+            host_tier.check_host_tier(server)

@@ -58,26 +58,16 @@ def refused_by_arguments(done):
         ),
         ((), {"KVPOOL_KV_CACHE_LAYOUT": "int2"}, "KVPOOL_KV_CACHE_LAYOUT='int2' is not a KV cache layout;"),
         ((*LAYOUT, "--enable-hisparse"), {}, "--enable-hisparse does not work with --kv-cache-layout fp4"),
-        (
-            (*LAYOUT, "--page-size=-64"),
-            {},
-            "--page-size -64 is not a valid number of tokens; give a whole number from 1 to 2147483647, or",
-        ),
     ],
 )
 def test_refusals_by_the_arguments_alone(start, argv, environment, text):
     assert refused_by_arguments(start(*argv, **environment)).startswith(text)
 
 
-def test_refusals_of_launch_server(start):
-    last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="launch_server"))
-    assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
-
-
-def test_refusals_of_a_configuration_file(start, tmp_path):
+def test_refusals_of_launch_server_with_a_configuration_file(start, tmp_path):
     config = tmp_path / "server.yaml"
     config.write_text("kv-cache-layout: fp4\nkv-host-layout: fp4\n")
-    last = refused_by_arguments(start("--config", str(config)))
+    last = refused_by_arguments(start("--config", str(config), command="launch_server"))
     assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
 
 

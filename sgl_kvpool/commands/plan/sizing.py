@@ -15,6 +15,7 @@ from sgl_kvpool.commands.named_model import weights_gib
 from sgl_kvpool.commands.plan import plannable
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
+from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
 from sgl_kvpool.srt.facts.topk_transform import KVPOOL_DECODE
@@ -81,7 +82,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
     states, draft = configurator.mambaish_config, own_draft(configurator)
     tier = None
     if layout is not None and view.enable_hierarchical_cache:
-        tier = _host_tier(configurator, server)
+        tier = _host_tier(PoolRequest(configurator))
     return {
         "page_size": view.page_size,
         "tokens": configurator.logical_token_capacity(max_total_num_tokens=config.max_total_num_tokens),
@@ -90,7 +91,7 @@ def size_server(model_path: str, arguments: Sequence[str], machine: Machine) -> 
         "max_running_requests": config.max_running_requests,
         "requested_running_requests": view.max_running_requests,
         "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
-        "state_slot_bytes": _slot_bytes(configurator),
+        "state_slot_bytes": PoolRequest(configurator).slot_bytes,
         "cell_bytes": sizes._cell_size,
         # Bytes of a token in a draft's own pool, as our layouts count it; SGLang counts other bytes.
         "draft_pool_bytes": 0 if layout is None or draft is None else draft.token_bytes(layout),
@@ -217,37 +218,18 @@ def _pool_configurator(configurator: Any) -> Any:
     return create_memory_pool_configurator(configurator)
 
 
-def _slot_bytes(configurator: Any) -> int:
-    """Bytes of the states of a request in the stage's linear layers; 0 for models without linear layers."""
-    states = configurator.mambaish_config
-    if states is None:
-        return 0
-    params, info = states.mamba2_cache_params, configurator.layer_info
-    here = sum(info.start_layer <= layer < info.end_layer for layer in params.layers)
-    return params.mamba_cache_per_req * here // len(params.layers)
-
-
-def _target_layers(configurator: Any) -> int:
-    """Number of layers with rows in this stage of the target."""
-    with_rows = Server.of_model(configurator.model_config).layers_with_rows
-    info = configurator.layer_info
-    if with_rows is None:
-        return info.num_effective_layers
-    return sum(info.start_layer <= layer < info.end_layer for layer in with_rows)
-
-
-def _host_tier(configurator: Any, server: Server) -> dict[str, int]:
+def _host_tier(server: PoolRequest) -> dict[str, int]:
     """Host bytes: the fields of `planned.HostBytes` except the device's sizes."""
     from sgl_kvpool.srt.host.page_format import HostPageFormat
 
-    states_bytes = _slot_bytes(configurator)
+    configurator, states_bytes = server.configurator, server.slot_bytes
     view, page_size = server.view, server.view.page_size
     # Ranks of a node that share one copy of a host page.
     is_shared = server.config.host_tier.sharing == NODE
     sharing_ranks = min(server.same_rows_ranks, view.tp_size // view.nnodes) if is_shared else 1
     both = server.layout, server.host_layout
     device_row, host_row = (server.row_format_in(each).row_bytes for each in both)
-    rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
+    rows, draft = server.stage_rows + packed_layers(configurator), own_draft(configurator)
     on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in both)
     # The device bytes that SGLang counts per token besides the rows; SGLang's tier has them in another pool.
     keys = _pool_configurator(configurator)._cell_size - rows * device_row - on_device
@@ -267,7 +249,7 @@ def _facts(server: Server, stages: list[Any]) -> dict[str, Any]:
         "name": server.model_name,
         "kind": "sparse" if server.is_dsa else "dense",
         "linear_layers": 0 if with_rows is None else model_config.num_hidden_layers - len(with_rows),
-        "layers_with_rows": sum(map(_target_layers, stages)) + packed_layers(stages[0]),
+        "layers_with_rows": sum(PoolRequest(stage).stage_rows for stage in stages) + packed_layers(stages[0]),
         "kv_lora_rank": model_config.kv_lora_rank,
         "qk_rope_head_dim": model_config.qk_rope_head_dim,
         "context_len": model_config.context_len,

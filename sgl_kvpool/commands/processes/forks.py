@@ -52,10 +52,6 @@ class Forked:
         assert self.returncode is not None
         return self.returncode
 
-    def poll(self) -> int | None:
-        """Exit status, or None while the process runs."""
-        return self.returncode
-
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.returncode is None:

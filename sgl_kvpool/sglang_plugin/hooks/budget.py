@@ -71,18 +71,14 @@ def page_buffer_bytes(request: PoolRequest) -> int:
     kvc, engine = request.configurator, request.config.host_tier.engine
     if not request.has_our_tier or request.view.device == "cpu" or engine not in ("auto", "staged"):
         return 0
-    hybrid, stage = kvc.mambaish_config, kvc.layer_info
-    layers, states = stage.num_effective_layers, 0
-    if hybrid is not None:
-        here = range(stage.start_layer, stage.end_layer)
-        layers = sum(layer in here for layer in hybrid.full_attention_layer_ids)
-        cache = hybrid.mamba2_cache_params
+    states = 0
+    if request.slot_bytes:
+        cache = kvc.mambaish_config.mamba2_cache_params
         parts = [math.prod(shape) * cache.dtype.conv.itemsize for shape in cache.shape.conv]
         parts.append(math.prod(cache.shape.temporal) * cache.dtype.temporal.itemsize)
-        slot_bytes = sum(layer in here for layer in cache.layers) * sum(parts)
-        states = buffer_bytes(staged_state_bytes(slot_bytes, max(parts))) if slot_bytes else 0
+        states = buffer_bytes(staged_state_bytes(request.slot_bytes, max(parts)))
     host_layout, draft = request.host_layout, own_draft(kvc)
-    target_bytes = (layers + packed_layers(kvc)) * request.row_format_in(host_layout).row_bytes
+    target_bytes = (request.stage_rows + packed_layers(kvc)) * request.row_format_in(host_layout).row_bytes
     draft_bytes = draft.token_bytes(host_layout) if draft is not None and draft.has_rows else 0
     # A draft that SGLang does not pack has a tier of its own.
     return states + sum(

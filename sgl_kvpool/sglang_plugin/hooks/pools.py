@@ -59,17 +59,12 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     request.check_draft()
     if request.is_hybrid:
         return pool_class  # our hybrid pool replaces this class of its inner pool
-    return partial(_class_of(request), options=request.options())  # SGLang only calls it
-
-
-def _class_of(request: PoolRequest) -> Any:
+    ours: Any
     if request.is_dsa:
-        from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
-
-        return LayoutDSATokenToKVPool
-    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-
-    return LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool as ours
+    else:
+        from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool as ours
+    return partial(ours, options=request.options())  # SGLang only calls it
 
 
 @around(f"{_CONFIGURATOR}._build_token_to_kv_pool", "pools", reads=("sizes",))

@@ -107,7 +107,7 @@ def test_children_of_children(run, tmp_path):
 def test_processes_run_at_once_and_are_killed_with_their_group(forks, tmp_path):
     code = "import time; time.sleep(600)"
     two = [forks.start([sys.executable, "-c", code], os.environ, tmp_path / str(n)) for n in range(2)]
-    assert [process.poll() for process in two] == [None, None]
+    assert [process.returncode for process in two] == [None, None]
     with pytest.raises(subprocess.TimeoutExpired):
         two[0].wait(0.01)
     os.killpg(two[0].pid, signal.SIGTERM)
