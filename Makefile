@@ -58,7 +58,7 @@ test-cluster: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/engine
 
 # Installs the packages of .venv with another SGLang, so that servers of the two environments differ in SGLang only.
-# Takes two minutes, and downloads 33 MB on a machine where .venv was installed. `make other-sglang OTHER_SGLANG=...` is for any other release.
+# Takes four minutes, and downloads 33 MB on a machine where .venv was installed. `make other-sglang OTHER_SGLANG=...` is for any other release.
 other-sglang: $(OTHER_VENV)/.installed
 
 $(OTHER_VENV)/.installed: constraints.txt | $(STAMP)
@@ -67,7 +67,7 @@ $(OTHER_VENV)/.installed: constraints.txt | $(STAMP)
 	  $(BIN)/uv pip install --no-deps --compile-bytecode --python $(OTHER_VENV)/bin/python -r - -e .
 	touch $@
 
-# Four servers, one after the other, and doctor: about four minutes.
+# Up to four servers, one after the other, and doctor: about four minutes.
 test-other-sglang: $(OTHER_VENV)/.installed
 	OTHER_SGLANG=$(OTHER_SGLANG) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m other_sglang tests/engine/test_other_sglang.py
 

@@ -137,8 +137,8 @@ def _form(layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str) -> str
         return "refused"
 
 
-def _changes(*, repairs: bool) -> _Entries:
-    """Group, function and what the hook does: repairs of SGLang with their reports, or the other hooks."""
+def _hooks(*, repairs: bool = False) -> _Entries:
+    """Hooks: functions of SGLang that the plugin changes, by hook group; their docstrings say more."""
     for group in GROUPS:
         for target, hook in sorted(group.declared.hooks.items()):
             reported = group.declared.repairs.get(target)
@@ -148,14 +148,9 @@ def _changes(*, repairs: bool) -> _Entries:
                 yield group.name.capitalize(), _code(".".join(target.split(".")[-2:])), change
 
 
-def _hooks() -> _Entries:
-    """Hooks: functions of SGLang that the plugin changes, by hook group; their docstrings say more."""
-    return _changes(repairs=False)
-
-
 def _repairs() -> _Entries:
     """Repairs: hooks on what is wrong in SGLang itself, with reports; look at them again in 0.5.24."""
-    return _changes(repairs=True)
+    return _hooks(repairs=True)
 
 
 def _lists(entries: _Entries) -> str:

@@ -5,25 +5,22 @@ with their defaults, and the versions of SGLang's libraries; `python -m scripts.
 one imports all modules that we hook (25 s on two cores), so a server does it only on another version.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import inspect
 import json
-import pkgutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
 
 FILE = Path(__file__).with_name("fingerprint.json")
-_LIBRARIES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "triton")
-_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
-_TIMEOUT_SECONDS = 300
+LIBRARIES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "triton")
 
 
 def take(groups: Iterable[HookGroup]) -> dict[str, dict[str, str]]:
@@ -32,10 +29,10 @@ def take(groups: Iterable[HookGroup]) -> dict[str, dict[str, str]]:
 
     named = {point.target for group in groups for point in group.points()} | _inherited(groups)
     named |= {f"{target}.__init__" for target in named if isinstance(_found(target), type)}
-    sources = _digests(named - {_ARGUMENTS, f"{_ARGUMENTS}._NS_BY_FIELD"})
-    # Without local parts such as +cu129.
-    public = {name: found.partition("+")[0] for name, found in versions(_LIBRARIES).items() if found}
-    return {"versions": public, "arguments": _fields(ServerArgs), "sources": sources}
+    # The arguments have a list of their own; versions are without local parts such as +cu129.
+    sources = _digests(name for name in named if not name.endswith(("ServerArgs", "._NS_BY_FIELD")))
+    public = {name: found.partition("+")[0] for name, found in versions(LIBRARIES).items() if found}
+    return {"versions": public, "arguments": _defaults(ServerArgs), "sources": sources}
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
@@ -44,18 +41,21 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
     return {name: next((one.version for one in copies), None) for name, copies in found.items()}
 
 
-def tested() -> dict[str, dict[str, str]]:
-    """Fingerprint of the SGLang that this release was tested with."""
-    return json.loads(FILE.read_text(encoding="utf-8"))
+def _tested() -> dict[str, dict[str, str]]:
+    """Fingerprint of the SGLang that this release was tested with; Refusal if the file is damaged."""
+    try:
+        found = json.loads(FILE.read_text(encoding="utf-8"))
+        return {kind: dict(found[kind]) for kind in ("versions", "arguments", "sources")}
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise Refusal(f"{FILE} is damaged ({error!r}): reinstall sgl-kvpool") from None
 
 
 def _inherited(groups: Iterable[HookGroup]) -> set[str]:
     """What SGLang's classes have that ours extend."""
     return {
         f"{base.__module__}.{base.__qualname__}.{name}"
-        for path in {path for group in groups for path in group.source_modules if ".srt." in path}
-        for ours in getattr(_found(path), "__dict__", {}).values()
-        if isinstance(ours, type) and ours.__module__ == path
+        for group in groups
+        for ours in hook_points.classes_of(group.source_modules)
         for base in ours.__mro__
         if base.__module__.startswith("sglang.")
         for name in vars(base)
@@ -64,27 +64,20 @@ def _inherited(groups: Iterable[HookGroup]) -> set[str]:
 
 
 def _found(target: str) -> Any:
-    """What a target names, of a property or a Triton kernel the function; None if it is not there."""
+    """What a target names, of a property or a Triton kernel the function; the error if it is not there."""
     try:
-        found = pkgutil.resolve_name(target)
-    except Exception:  # whatever a module raises when it is imported; `hook_points.check` reports it
-        return None
+        found = hook_points.resolve(target)
+    except (AttributeError, ImportError) as error:  # `hook_points.check` reports it
+        return error
     for inner in ("fget", "func", "fn"):
         found = found if inspect.ismodule(found) else getattr(found, inner, found)
     return found
 
 
-def _fields(found: type) -> dict[str, str]:
-    """Default of each field of a dataclass or msgspec Struct; none for other classes."""
-    import msgspec
-
-    fields: Iterable[Any] = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
-    absent: Any = dataclasses.MISSING
-    if issubclass(found, msgspec.Struct):
-        fields, absent = msgspec.structs.fields(found), msgspec.NODEFAULT
-    made = {one.name: repr(one.default_factory()) for one in fields if one.default_factory is not absent}
-    given = {one.name: "required" if one.default is absent else repr(one.default) for one in fields}
-    return given | made
+def _defaults(found: type) -> dict[str, str]:
+    """Default of each parameter of a constructor; a value that it makes is only known to be made."""
+    parameters = inspect.signature(found).parameters.values()
+    return {one.name: "required" if one.default is one.empty else repr(one.default) for one in parameters}
 
 
 def _digests(targets: Iterable[str]) -> dict[str, str]:
@@ -96,8 +89,10 @@ def _digests(targets: Iterable[str]) -> dict[str, str]:
 def _described(found: Any) -> str | None:
     """Source of a function without comments; members of an enum or a collection; fields or bases."""
     if isinstance(found, type):
-        bases = [*(base.__name__ for base in found.__bases__), *vars(found).get("_fields", ())]
-        return repr(list(getattr(found, "__members__", {}).items()) or _fields(found) or bases)
+        # Python makes the constructor of dataclasses, Structs and named tuples, which has no source.
+        made = _defaults(found) if hasattr(found, "__match_args__") else {}
+        bases = [base.__name__ for base in found.__bases__]
+        return repr([*getattr(found, "__members__", made).items()] or bases)
     if isinstance(found, Set | Mapping):
         return repr(sorted(map(str, found)))
     if isinstance(found, int | float | str | list | tuple):
@@ -114,17 +109,18 @@ def _described(found: Any) -> str | None:
 def differences(groups: Iterable[HookGroup]) -> list[str]:
     """What differs from the tested SGLang, a line for each kind; empty if nothing does.
 
-    A library that is not installed is no difference: a CPU needs none of the GPU's.
+    No difference: a library that is not installed, since a CPU needs none of the GPU's, and a module that
+    cannot be imported, which `failing` names.
     """
-    old, new = tested(), take(groups)
+    old, new = _tested(), take(groups)
+    old["sources"] = {n: d for n, d in old["sources"].items() if not isinstance(_found(n), ImportError)}
     new["sources"] = _digests(old["sources"]) | new["sources"]
     new["versions"] = old["versions"] | new["versions"] | {"sglang": old["versions"]["sglang"]}
     lines = []
     for kind, before in old.items():
         after = new[kind]
-        changed = [name for name in before if after.get(name, before[name]) != before[name]]
         found = {
-            "changed": [f"{name}={after[name]} (tested: {before[name]})" for name in changed],
+            "changed": [f"{n}={after[n]} (tested: {v})" for n, v in before.items() if after.get(n, v) != v],
             "new": [f"{name}={value}" for name, value in after.items() if name not in before],
             "removed": [name for name in before if name not in after],
         }
@@ -150,19 +146,15 @@ def _short(target: str) -> str:
     return target.removeprefix("sglang.").removeprefix("srt.")
 
 
-def _defined(target: str) -> str:
-    """Where the source of a target stands, which another module may import, or a base class have."""
-    found = _found(target)
-    name = getattr(found, "__qualname__", "<")
-    return target if "<" in name else f"{found.__module__}.{name}"
-
-
 def _by_module(targets: Iterable[str]) -> list[str]:
-    """Where the sources of targets stand, those of one module or class together."""
-    found = defaultdict(list)
-    for where, _, name in (_short(one).rpartition(".") for one in sorted(set(map(_defined, targets)))):
-        found[where].append(name)
-    return [f"{where}: {', '.join(names)}" for where, names in found.items()]
+    """Where the sources of targets stand, which others may import or inherit: names by module or class."""
+    found = defaultdict(set)
+    for target in targets:
+        source = _found(target)
+        name = getattr(source, "__qualname__", "<")
+        where, _, last = _short(target if "<" in name else f"{source.__module__}.{name}").rpartition(".")
+        found[where].add(last)
+    return [f"{where}: {', '.join(sorted(names))}" for where, names in sorted(found.items())]
 
 
 def problem() -> str | None:
@@ -171,27 +163,23 @@ def problem() -> str | None:
     A build of the tested release with another number (0.5.23.post1) is accepted if nothing differs.
     """
     version = (versions(("sglang",))["sglang"] or "").partition("+")[0]
-    known = tested()["versions"]["sglang"]
-    text = hook_points.version_problem()
-    if not version or version in (known, env.text(env.CHILD_SAME_AS_TESTED)):
-        return None if version else text
+    known, text = _tested()["versions"]["sglang"], hook_points.version_problem()
+    if not version or (text is None and version in (known, env.text(env.CHILD_SAME_AS_TESTED))):
+        return text
     found = _compared()
     if text is None and not found:
         env.export(env.CHILD_SAME_AS_TESTED, version)
         return None
-    text = text or (
-        f"SGLang {version} differs from the tested {known}; install sglang=={known}, or set "
-        f"{env.ALLOW_UNTESTED}=1 to try (the hook points are checked all the same)"
-    )
-    return "\n".join([text, *found])
+    way_out = f"install sglang=={known}, or set {env.ALLOW_UNTESTED}=1 to try"
+    return "\n".join([text or f"SGLang {version} differs from the tested {known}; {way_out}", *found])
 
 
 def _compared() -> list[str]:
     """`failing` and `differences` of all hook groups, from a child: a launcher must not import the pools."""
     code = f"import json; from {__package__} import fingerprint as ours, hook_groups as all"
     code += "\nprint('\\n' + json.dumps(ours.failing(all.GROUPS) + ours.differences(all.GROUPS)))"
-    done = env.run_alone(code, _TIMEOUT_SECONDS)
+    done = env.run_alone(code, timeout_seconds=300)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return ["the comparison failed:", *done.stderr.splitlines()[-3:]]
+        return [f"the comparison ended with status {done.returncode}:", *done.stderr.splitlines()[-3:]]

@@ -10,11 +10,11 @@ import inspect
 import logging
 import multiprocessing
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from sgl_kvpool import env
@@ -62,6 +62,19 @@ def version_problem() -> str | None:
     )
 
 
+def resolve(target: str) -> Any:
+    """What a dotted path names; AttributeError if it is not there, ImportError if a module's import fails."""
+    try:
+        return pkgutil.resolve_name(target)
+    except Exception as absent:  # or whatever a module raises when it is imported
+        try:
+            return import_module(target)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and target.startswith(str(error.name)):
+                raise AttributeError(f"not there ({type(absent).__name__}: {absent})") from None
+            raise ImportError(f"cannot be imported ({type(error).__name__}: {error})") from None
+
+
 def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     """Problems of some hook points, one line each; an empty list if the installed SGLang has them all.
 
@@ -70,12 +83,10 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     """
     problems = []
     for point in points:
-        ours = point.target.startswith(f"{_PACKAGE}.")
         try:
-            found: Any = import_module(point.target) if ours else pkgutil.resolve_name(point.target)
-        except Exception as error:  # whatever a module raises when it is imported
-            said = "cannot be imported" if ours else "not there"
-            problems.append(f"{point.target}: {said} ({type(error).__name__}: {error})")
+            found = resolve(point.target)
+        except (AttributeError, ImportError) as error:
+            problems.append(f"{point.target}: {error}")
             continue
         expected = point.members + (point.added if applied else ())
         if absent := [name for name in expected if name not in found]:
@@ -124,27 +135,21 @@ class HookGroup:
 
     def points(self) -> tuple[HookPoint, ...]:
         """All hook points: the declared ones, those of methods that override SGLang's, and imports."""
-        points, modules, failed = dict(self.declared.points), [], []
-        for name in (f"{_PACKAGE}.{name}" for name in self.modules if name.startswith("srt.")):
-            try:
-                modules.append(import_module(name))
-            except Exception:  # `check` imports it again, and says why that fails
-                failed.append(HookPoint(name, hooked=False))
-        for point in _overridden(tuple(modules)):
+        points = dict(self.declared.points)
+        ours = tuple(name for name in self.source_modules if name.startswith(f"{_PACKAGE}.srt."))
+        for point in _overridden(ours):
             points.setdefault(point.target, point)
-        for name in sglang_names(self.source_modules):
+        for name in (*sglang_names(self.source_modules), *ours):
             points.setdefault(name, HookPoint(name, hooked=False))
-        return (*points.values(), *failed)
+        return tuple(points.values())
 
     def problem(self, *, applied: bool = False) -> str | None:
         """Why the group does not work on the installed SGLang, in one line; None if it does."""
         problems = check(self.points(), applied=applied)
         if not problems:
             return None
-        more = ""
-        if len(problems) > 1:
-            points = f"{len(problems) - 1} more hook point{'s' if len(problems) > 2 else ''}"
-            more = f" (and {points}, which `sgl-kvpool doctor` lists)"
+        others = len(problems) - 1
+        more = f" (and {others} more, which `sgl-kvpool doctor` lists)" if others else ""
         return (
             f"hook group {self.name!r} does not work on SGLang {installed_version()}: "
             f"{problems[0]}{more}; leave out {self.leave_out}"
@@ -159,18 +164,21 @@ def _import_hooks() -> None:
         import_module(f"{folder}.{module.name}")
 
 
+def classes_of(modules: Iterable[str]) -> Iterator[type]:
+    """Classes of our modules below `srt/`, without those of modules that `check` says cannot be imported."""
+    for name in (name for name in modules if name.startswith(f"{_PACKAGE}.srt.")):
+        with suppress(ImportError):
+            found = vars(resolve(name)).values()
+            yield from (one for one in found if isinstance(one, type) and one.__module__ == name)
+
+
 @cache
-def _overridden(modules: tuple[ModuleType, ...]) -> list[HookPoint]:
+def _overridden(modules: tuple[str, ...]) -> list[HookPoint]:
     """Methods of SGLang that classes of our modules override, with what ours take by name.
 
     Of a class that another one of these modules extends, the other's base has the methods.
     """
-    classes = [
-        found
-        for module in modules
-        for found in vars(module).values()
-        if isinstance(found, type) and found.__module__ == module.__name__
-    ]
+    classes = list(classes_of(modules))
     points = []
     for ours in classes:
         if any(ours in other.__mro__[1:] for other in classes):

@@ -7,9 +7,15 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
+from sgl_kvpool import env
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import fingerprint, hook_points
+
 #: Changes of SGLang's files: other bodies of a function that we call, of one that our pools inherit and, in a
 #: module that ours cannot import any more, of one that our backend overrides; a new method of a base class;
-#: an enum's value; another member of a set; a new argument.
+#: an enum's value; another member of a set; a module that cannot be imported without a GPU; a new argument.
 CHANGES = [
     ("runtime_context.py", "return cfg.dp_size * cfg.attn_dp_size", "return cfg.attn_dp_size * cfg.dp_size"),
     (
@@ -25,6 +31,7 @@ CHANGES = [
     ),
     ("mem_cache/hicache_storage.py", 'AUXILIARY_SWA = "auxiliary_swa"', 'AUXILIARY_SWA = "other_swa"'),
     ("arg_groups/resolution_hooks.py", '        "handle_mega_moe",\n', '"handle_mega_moe", "handle_rows",\n'),
+    ("layers/attention/merge_state.py", "if _is_cuda:\n", "if True:\n"),
     (
         "server_args.py",
         "\n\ndef _rebuild_server_args(",
@@ -90,9 +97,10 @@ def test_differences_are_named(tmp_path):
     (first, cuda, drafts, *others), told = problem(copied(tmp_path, *CHANGES, **versions))
     assert first.startswith("SGLang 0.5.23.post1 differs from the tested 0.5.23; install sglang==0.5.23, or")
     backend = "layers.attention.flashinfer_mla_backend"
-    failing = f"{backend}.PrefillMetadata: not there; sgl_kvpool.srt.attention.cuda: cannot be imported"
-    assert cuda.startswith("dense MLA on CUDA: ")
-    assert failing in cuda
+    absent = f"{backend}.PrefillMetadata: not there"
+    unread = "layers.attention.merge_state.merge_state: cannot be imported"
+    assert cuda.startswith("dense MLA on CUDA: 3 of ")
+    assert cuda.endswith(f": {absent}; {unread}; sgl_kvpool.srt.attention.cuda: cannot be imported")
     assert drafts.startswith("speculative decoding: ")
     assert others == [
         f"changed versions: flashinfer-python=9.9 (tested: {version('flashinfer-python')})",
@@ -108,3 +116,18 @@ def test_differences_are_named(tmp_path):
 
 def test_a_build_of_the_tested_release_without_differences_is_accepted(tmp_path):
     assert problem(copied(tmp_path, sglang="0.5.23.post1")) == (["None"], "0.5.23.post1")
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23+cu126", "0.6.1"])
+def test_only_another_version_is_compared_and_a_damaged_file_is_named(monkeypatch, tmp_path, version):
+    """What a launcher has compared permits no version out of range."""
+    compared = []
+    monkeypatch.setattr(fingerprint, "versions", lambda names: {"sglang": version})
+    monkeypatch.setattr(hook_points, "installed_version", lambda: version)
+    monkeypatch.setattr(fingerprint, "_compared", lambda: compared.append(version) or compared)
+    monkeypatch.setenv(env.CHILD_SAME_AS_TESTED, "0.6.1")
+    assert bool(fingerprint.problem()) == bool(compared) == (version == "0.6.1")
+    monkeypatch.setattr(fingerprint, "FILE", tmp_path / "cut.json")
+    (tmp_path / "cut.json").write_text('{"versions": {"sglang": "0.5')
+    with pytest.raises(Refusal, match=r"cut\.json is damaged \(JSONDecodeError.*\): reinstall sgl-kvpool"):
+        fingerprint.problem()

@@ -14,7 +14,7 @@ from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 from sgl_kvpool.sglang_plugin.server import Server
 
 POINTS = {group.name: {point.target: point for point in group.points()} for group in GROUPS}
-TARGETS = sorted({target for points in POINTS.values() for target in points} - {"sglang"})
+TARGETS = sorted({t for points in POINTS.values() for t in points if t.startswith("sglang.")})
 
 
 def refused():

@@ -30,11 +30,6 @@ from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggest
 from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 from sgl_kvpool.transfer.store_folders import FILE_STORES
 
-#: Distributions whose versions are reported; "-" for a missing one.
-_PACKAGES = (
-    *("sglang", "torch", "flashinfer-python", "triton"),
-    *("sglang-kernel", "apache-tvm-ffi", "nvidia-cuda-nvcc", "matplotlib"),
-)
 _GROUP = "sglang.srt.plugins"
 #: Time limit of a probe: importing all of SGLang's modules that we hook takes 25 s on two cores.
 _TIMEOUT_SECONDS = 300
@@ -68,17 +63,14 @@ def machine() -> dict[str, Any]:
 
 
 def packages() -> Finding:
-    from sgl_kvpool.sglang_plugin.fingerprint import versions
+    from sgl_kvpool.sglang_plugin.fingerprint import LIBRARIES, versions
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})
-    finding.facts |= versions(_PACKAGES)
+    finding.facts |= versions((*LIBRARIES, "apache-tvm-ffi", "nvidia-cuda-nvcc", "matplotlib"))
     problem = version_problem()
-    try:
-        tried = env.flag(env.ALLOW_UNTESTED)
-    except ValueError:  # reported by the probe of the plugin
-        tried = False
-    if problem and finding.facts["sglang"] and tried:
+    # The probe of the plugin reports a value that is neither yes nor no.
+    if problem and finding.facts["sglang"] and env.is_requested(env.ALLOW_UNTESTED):
         finding.notes.append(f"{problem}; {env.ALLOW_UNTESTED} is set")
     elif problem:
         finding.problems.append(problem)

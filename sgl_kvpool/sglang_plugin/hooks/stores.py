@@ -200,9 +200,9 @@ def _one_by_one(
     return len(keys), None
 
 
-@around(f"{_CONTROLLER}._page_backup_or_log", "host tier")
+@around(f"{_CONTROLLER}._page_backup_or_log", "host tier", repairs="#26792, closed")
 def _page_backup_or_log(original, self, operation):
-    """Store the rows and states of a node, unless other weights may have written a part of them."""
+    """Store rows and states of a node, unless other weights may have written part of them."""
     with SERVED.storing():
         if SERVED.unsettled or operation.id < SERVED.first_operation:
             pages = len(operation.hash_value)
