@@ -21,7 +21,6 @@ _TIER = "--enable-hierarchical-cache"
 #: Tokens per page with a host tier.
 _PAGE_SIZE = 64
 
-uses("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", "model rules", takes=("config",))
 uses(
     "sglang.srt.distributed.utils.get_pp_indices",
     "model rules",
