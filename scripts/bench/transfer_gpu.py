@@ -196,7 +196,7 @@ class _Shape:
         if own != other:
             conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
             content = other.tag
-        host = host_view(self.memory, group, range(layers), page_size, other, content)
+        host = host_view(self.memory, group, 0, other, content)
         plans = (
             TransferPlan(device, host, "kv", conversion),
             TransferPlan(host, device, "kv", conversion and conversion.reversed()),

@@ -177,7 +177,8 @@ class Server:
     def has_our_tier(self) -> bool:
         """Whether the host tier of the rows will be ours, and not SGLang's own."""
         serves = self.config.host_tier.serves(self.layout, self.arrangement, self.view.device)
-        return self.has_host_tier and serves
+        # SGLang's tier takes the index keys of sparse models for as many as a rank has rows.
+        return self.has_host_tier and (serves or (self.is_dsa and self.view.dcp_size > 1))
 
 
 def disaggregates(mode: str | None) -> bool:

@@ -156,8 +156,6 @@ def _run_bytes(plans: Iterable[TransferPlan]) -> list[int]:
 def build_channels(
     pages: torch.Tensor,
     views: Sequence[CanonicalKVCaches],
-    places: Sequence[Sequence[int]],
-    page_size: int,
     device_rows: RowFormat,
     host_rows: RowFormat,
     k_scales: Sequence[Sequence[float]],
@@ -167,22 +165,23 @@ def build_channels(
     """Transfer channels between device pools and host pages; an error if a requested engine cannot be built.
 
     `pages` `[pages, bytes]` uint8, contiguous, are host pages, page-major: the rows of all layers, then the
-    unconverted groups of `beside`. For each pool there is a byte view with one group, the positions of its
-    layers among the layers of a host page (`places`), and the k_scales of its layers. The channels of
-    `beside` follow those of the rows.
+    unconverted groups of `beside`. For each pool there is a byte view with one group, whose layers follow
+    those of the pools before, and the k_scales of its layers. The channels of `beside` follow those of the
+    rows.
     """
-    plans = []
-    for view, layers, scales in zip(views, places, k_scales, strict=True):
+    plans, offset_bytes = [], 0
+    for view, scales in zip(views, k_scales, strict=True):
         (group,) = view.groups
         there = back = content = None
         if device_rows != host_rows:
             there = RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
             back, content = there.reversed(), host_rows.tag
-        host = host_view(pages, group, layers, page_size, host_rows, content)
+        host = host_view(pages, group, offset_bytes, host_rows, content)
+        offset_bytes += host.groups[0].bytes_per_page
         name = group.name
         plans.append((TransferPlan(view, host, name, there), TransferPlan(host, view, name, back)))
     # Padding between pages stays on the host.
-    page_bytes = offset_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
+    page_bytes = offset_bytes
     for view in beside:
         (group,) = view.groups
         host = packed_view(pages, group, offset_bytes)

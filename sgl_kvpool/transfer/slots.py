@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,24 +114,26 @@ def packed_view(pages: torch.Tensor, group: CanonicalGroup, offset_bytes: int = 
 def host_view(
     pages: torch.Tensor,
     group: CanonicalGroup,
-    layers: Sequence[int],
-    page_size: int,
+    offset_bytes: int,
     rows: RowFormat,
     content: str | None = None,
 ) -> CanonicalKVCaches:
     """View of page-major host pages `[pages, bytes]` uint8 that corresponds to a group of device pages.
 
-    `layers` are the positions of its layers among those of a host page, and `content` the meaning of the
+    Its layers lie one after the other, from `offset_bytes` of a host page; `content` is the meaning of the
     host's bytes, if it differs from the device's.
     """
-    layer_bytes = page_size * rows.row_bytes
+    assert group.page_size_tokens is not None
+    layer_bytes = group.page_size_tokens * rows.row_bytes
     references = tuple(
         replace(
             layer,
-            runs=PageRuns(tensor_index=0, offset_bytes=place * layer_bytes, run_bytes=layer_bytes),
+            runs=PageRuns(
+                tensor_index=0, offset_bytes=offset_bytes + place * layer_bytes, run_bytes=layer_bytes
+            ),
             content=layer.content if content is None else content,
         )
-        for layer, place in zip(group.layers, layers, strict=True)
+        for place, layer in enumerate(group.layers)
     )
     ours = replace(group, layers=references, num_pages=len(pages))
     return CanonicalKVCaches((pages.view(torch.int8),), (ours,))

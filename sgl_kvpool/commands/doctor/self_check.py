@@ -94,7 +94,7 @@ def _checks(pool: Any) -> Iterator[str]:
     def attend(q, rows, kv_indices, kv_lens, scale):
         return mla_decode(
             q, rows.squeeze(1), kv_indices, kv_lens, pool.row_format, scale, page=pool.page_stride
-        )[0]
+        )
 
     yield check_lists(pool, _LAYERS - 1, _HEADS, _SCALE, attend)
     controller = _controller(pool)

@@ -4,6 +4,7 @@ The hooks of methods are on the class, so that they reach target, drafts and the
 hooks are installed for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 and no layout.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
-from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
 from sgl_kvpool.srt.facts.topk_transform import (
     DECODE_MODES,
     EXTEND_MODES,
@@ -21,8 +21,9 @@ from sgl_kvpool.srt.facts.topk_transform import (
     select_topk_transform,
 )
 
-#: Attribute of a backend: the reader of rows that SGLang's kernels cannot read; absent if they can.
-_READER = "_kvpool_sparse_reader"
+#: Attributes of a backend: the reader of rows that SGLang's kernels do not attend, absent if they do; with
+#: several ranks, the layer that is attended and the top-k selection that the model passed for it.
+_READER, _SELECTED = "_kvpool_sparse_reader", "_kvpool_selected"
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 _KPOOL = "sglang.srt.layers.attention.dsa.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
@@ -72,23 +73,35 @@ def attach(backend: Any) -> None:
     UnsupportedCombination if its implementations cannot read the rows. The server's arguments were checked
     before; this check is for what was not resolved there, such as a draft's arguments.
     """
-    layout = _layout_in_table(backend)
+    from sglang.srt.runtime_context import get_buffer, get_parallel
+
+    layout, pool = _layout_in_table(backend), backend.token_to_kv_pool
     if layout is None:
         return
+    ranks = get_parallel().attn_dcp_size if hasattr(pool, "kv_cache_layout") else 1
     dsa_rules.check_pair(
-        layout, backend.dsa_prefill_impl, backend.dsa_decode_impl, index_kpool=backend.dsa_index_kpool
+        layout,
+        backend.dsa_prefill_impl,
+        backend.dsa_decode_impl,
+        index_kpool=backend.dsa_index_kpool,
+        ranks=ranks,
     )
-    if sglang_dsa_reads(layout):
+    if not dsa_rules.is_ours(layout, ranks):
         return
-    from sglang.srt.runtime_context import get_buffer
 
     from sgl_kvpool.attention.decode import DecodeWorkspace
     from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
 
-    fmt, device = backend.token_to_kv_pool.row_format, backend.device
+    if backend.dcp_size > 1:
+        from sglang.srt.environ import envs
+
+        # Each rank attends its part of a list, so all must select the same slots, and scores tie.
+        envs.SGLANG_DSA_TOPK_BROADCAST.set(True)
+    fmt, device = pool.row_format, backend.device
     longest = backend.dsa_index_topk + backend.dsa_index_kpool - 1  # recent tokens have no pooled key
-    needed = sparse_workspace_bytes(fmt, backend.num_q_heads, longest, device)
-    # Backends of target, draft and draft steps run one after the other and share the workspace.
+    heads = backend.num_q_heads * backend.dcp_size  # a draft has its own heads only
+    needed = sparse_workspace_bytes(fmt, heads, longest, device)
+    # Backends with the same heads run one after the other and share the workspace.
     workspace = get_buffer(f"kvpool_dsa_decode_{needed}", lambda: DecodeWorkspace(needed, device))
     setattr(backend, _READER, SparseReader(fmt, workspace))
 
@@ -117,7 +130,10 @@ def _get_topk_transform_method(original, self, forward_mode=None):
         return original(self, forward_mode)
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 
-    pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl)
+    if self.dcp_size > 1:
+        return TopkTransformMethod.PAGED  # a rank has only some of the rows that a prefill would gather
+    ours = reader_of(self) is not None
+    pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl, ours=ours)
     transform = select_topk_transform(layout, *pair, forward_mode, index_kpool=self.dsa_index_kpool)
     return TopkTransformMethod[transform.name]
 
@@ -156,18 +172,67 @@ def _init_forward_metadata(original, self, forward_batch):
     reads=("v_head_dim", "page_table_1", "sm_scale", "topk_length", "attn_sink"),
 )
 def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
-    """SGLang's kernel, or ours for rows of a layout that SGLang's kernel cannot read."""
+    """SGLang's kernel, or ours for rows that SGLang's kernel cannot read, or not on several ranks."""
     reader = reader_of(self)
-    # With the RAGGED transform SGLang passes 16-bit keys; with PAGED, the bytes from `get_key_buffer`.
-    if reader is None or kv_cache.dtype != torch.uint8:
+    # With the RAGGED transform SGLang passes 16-bit keys; with PAGED, the rows from `get_key_buffer`.
+    if reader is None or not reader.reads(kv_cache):
         return original(self, q_all, kv_cache, **kwargs)
     if kwargs.get("attn_sink") is not None:
         raise ValueError(
             f"attention sinks are not computed over rows of KV cache layout {reader.fmt.layout}; use bf16"
         )
-    return reader.attend(
-        q_all, kv_cache, kwargs["page_table_1"], kwargs.get("topk_length"), kwargs["sm_scale"]
+    found = attend(
+        self, q_all, kv_cache, kwargs["page_table_1"], kwargs.get("topk_length"), kwargs["sm_scale"]
     )
+    return found if self.dcp_size > 1 else found[0]
+
+
+def attend(
+    backend: Any,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend lists of SGLang's slots as `SparseReader.attend`.
+
+    With several ranks, `q` has the heads of all, the lists are the same on all ranks, each attends its own
+    entries, and the log-sum-exp is in base 2, in which SGLang merges.
+    """
+    reader = reader_of(backend)
+    if backend.dcp_size == 1:
+        return reader.attend(q, rows, slots, kv_lens, scale)
+    from sglang.srt.layers.attention.dsa.dsa_dcp import localize_dcp_page_table
+
+    layer_id, selected = getattr(backend, _SELECTED, (0, None))  # absent in a check at start
+    own, counts = localize_dcp_page_table(
+        backend._dcp_page_table_cache,
+        metadata=getattr(backend, "forward_metadata", None),
+        layer_id=layer_id,
+        topk_indices=selected,
+        page_table=slots,
+        dcp_size=backend.dcp_size,
+        dcp_rank=backend.dcp_rank,
+    )
+    out, lse = reader.attend(q, rows, own, counts, scale)
+    return out, lse.mul_(math.log2(math.e))
+
+
+@around(f"{_BACKEND}.forward_extend", "sparse attention", reads=("topk_indices",))
+def _forward_extend(original, self, q, k, v, layer, forward_batch, *args, **kwargs):
+    """As for `forward_decode`, in prefill and verification."""
+    if self.dcp_size > 1:
+        setattr(self, _SELECTED, (layer.layer_id, kwargs.get("topk_indices")))
+    return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+
+
+@around(f"{_BACKEND}.forward_decode", "sparse attention", reads=("topk_indices",))
+def _forward_decode(original, self, q, k, v, layer, forward_batch, *args, **kwargs):
+    """Keep the layer's top-k selection: layers that reuse that of the layer before share its lists."""
+    if self.dcp_size > 1:
+        setattr(self, _SELECTED, (layer.layer_id, kwargs.get("topk_indices")))
+    return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
 
 
 @around(f"{_KPOOL}._resolve_kpool_tail_backend", "sparse attention")

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from sgl_kvpool.refusal import Refusal
@@ -96,13 +97,13 @@ def _local_checks(runner: Any) -> Iterator[str]:
     # Without our backend, its hook groups were not checked, so its modules may fail to import on this SGLang.
     ours = attention.backend_class(runner.device) if KVPOOL_BACKEND in attention_backends() else ()
     for backend in _nested(runner.attn_backend):
-        reader = dsa.reader_of(backend)
         for layer in layers:
             if isinstance(backend, ours):
                 yield check_backend(backend, layer)
-            elif reader is not None:
+            elif dsa.reader_of(backend) is not None:
                 # SGLang's sparse backend needs a model's indexer, so the check calls the backend's reader.
-                yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, reader.attend)
+                attend = partial(dsa.attend, backend)
+                yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, attend)
 
 
 def _nested(backend: Any) -> list[Any]:

@@ -253,23 +253,35 @@ def _check_modes(layout: MLAKVCacheLayout, server: Server) -> None:
         view.dsa_decode_backend,
         modes=tuple(mode for mode, is_used in more.items() if is_used),
         index_kpool=get_dsa_index_kpool(server.model_config.hf_config),
+        ranks=1 if server.config.layout is None else view.dcp_size,
     )
 
 
 def check_pair(
-    layout: MLAKVCacheLayout, prefill: str, decode: str, *, modes: tuple[str, ...] = (), index_kpool: int = 1
+    layout: MLAKVCacheLayout,
+    prefill: str,
+    decode: str,
+    *,
+    modes: tuple[str, ...] = (),
+    index_kpool: int = 1,
+    ranks: int = 1,
 ) -> None:
     """`check_combination` for SGLang's names of implementations; `modes` besides those of every server."""
-    pair = table_names(layout, prefill, decode)
+    pair = table_names(layout, prefill, decode, ours=is_ours(layout, ranks))
     check_combination(layout, *pair, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
 
 
-def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
+def is_ours(layout: MLAKVCacheLayout, ranks: int) -> bool:
+    """Whether our decode attends the rows: with `--dcp-size` all, since SGLang's kernels return no lse."""
+    return ranks > 1 or not sglang_dsa_reads(layout)
+
+
+def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str, *, ours: bool) -> tuple[str, str]:
     """The table's names for SGLang's pair of implementations.
 
-    For a layout that SGLang's kernels cannot read, SGLang's name for decode stands for our decode.
+    Where our decode attends the rows (`ours`), it has SGLang's name.
     """
-    if not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
+    if ours and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
         return prefill, KVPOOL_DECODE
     return prefill, decode
 

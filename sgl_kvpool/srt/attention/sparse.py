@@ -45,17 +45,19 @@ class SparseReader:
         kv_indices: torch.Tensor,
         kv_lens: torch.Tensor | None,
         scale: float,
-    ) -> torch.Tensor:
-        """Attention of absorbed queries `[T, H, R + P]` over rows of their lists; returns `[T, H, R]`.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of absorbed queries `[T, H, R + P]` over rows of their lists, as `mla_decode` returns it.
 
-        `rows` is `[slots, 1, row_bytes]` uint8, and `kv_indices` `[T, K]` int32 is SGLang's `page_table_1`:
-        the top-k slots of each query, -1 for unused entries. `kv_lens` `[T]` int32 is the number of entries
-        to attend. If it is None or has another length, which SGLang ignores before its own kernel too, all
-        entries but -1 are attended.
+        `rows` is a layer `[rows, 1, ...]` in any dtype, and `kv_indices` `[T, K]` int32 is SGLang's
+        `page_table_1`: the top-k rows of each query, -1 for unused entries. `kv_lens` `[T]` int32 is the
+        number of entries to attend. If it is None or has another length, which SGLang ignores before its own
+        kernel too, all entries but -1 are attended.
         """
         if kv_lens is None or len(kv_lens) != len(q):
             kv_lens = kv_indices.new_full((len(q),), kv_indices.shape[1])
-        out, _ = mla_decode(
-            q, rows.squeeze(1), kv_indices, kv_lens, self.fmt, scale, workspace=self._workspace
-        )
-        return out
+        rows = rows.view(torch.uint8).squeeze(1)
+        return mla_decode(q, rows, kv_indices, kv_lens, self.fmt, scale, workspace=self._workspace)
+
+    def reads(self, keys: torch.Tensor) -> bool:
+        """Whether SGLang passes stored rows, and not keys that it has gathered in 16 bits."""
+        return keys.shape[-1] * keys.itemsize == self.fmt.row_bytes

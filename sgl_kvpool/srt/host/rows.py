@@ -6,7 +6,8 @@ host and decoded on the way back, and all numbers of bytes and tokens here are t
 A host page holds all layers one after the other, so it is contiguous on a disk or on a network: ::
 
     kv_buffer  : [pages, size_bytes / itemsize]       rows, index keys, padding, checksum (`page_format.py`)
-    rows       : [pages, layers, page_size, 1, row]   layers: the target's, then those of packed drafts
+    rows       : [pages, layers, page_size, 1, row]   layers: the target's, then those of packed drafts,
+                                                      which have the rows of all ranks (`--dcp-size`)
     index keys : [pages, bytes]                       of sparse models, as on the device, in the same order
 
 SGLang calls the shape of the rows `page_first_direct`. Here the memory has this shape for both values of
@@ -94,8 +95,9 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         self._k_scales = [
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
-        self._tokens_per_page = page_size // kv_pool.dcp_size
-        views = [canonical_view(pool, self._tokens_per_page) for pool in pools]
+        # Each rank has all rows of a draft.
+        self._page_sizes = [page_size // pool.dcp_size for pool in pools]
+        views = [canonical_view(pool, size) for pool, size in zip(pools, self._page_sizes, strict=True)]
         self._device_views = [view.only("kv") for view in views]
         # Beside a draft's separate tier, SGLang allocates a pool of its index keys.
         has_keys = with_checksum and any(pool.serves_dsa for pool in pools)
@@ -111,11 +113,11 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             raise ValueError(
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
             )
-        layers = sum(pool.layer_num for pool in pools)
-        self._rows_bytes = layers * self._tokens_per_page * self.row_format.row_bytes
+        rows = sum(pool.layer_num * size for pool, size in zip(pools, self._page_sizes, strict=True))
+        self._rows_bytes = rows * self.row_format.row_bytes
         content_bytes = self._rows_bytes + sum(kv_group(view).bytes_per_page for view in self._key_views)
         self.page_format = (
-            HostPageFormat.of_rows(content_bytes, self._tokens_per_page)
+            HostPageFormat.of_rows(content_bytes, self._page_sizes[0])
             if with_checksum
             else HostPageFormat.bare(content_bytes)
         )
@@ -194,17 +196,13 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     def _initialize_transfer_views(self) -> None:
         self.can_use_jit = False
         self._pages = self.kv_buffer.view(torch.uint8)  # [pages, size_bytes]
-        self.data_refs = list(self._rows().unbind(1))
+        self.data_refs = self._rows()
         self.data_ptrs = None  # no kernel of SGLang moves these rows
         self._init_write_back_staging_buffers()
         # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
-        firsts = range(self.target_layer_num, self.layer_num)
-        places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
         self._channels = build_channels(
             self._pages,
             self._device_views,
-            places,
-            self.page_size,
             self._device_rows,
             self.row_format,
             self._k_scales,
@@ -243,10 +241,13 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     def _page_view(self, page: int) -> torch.Tensor:
         return self.kv_buffer[page]
 
-    def _rows(self) -> torch.Tensor:
-        """Rows of all pages, `[pages, layers, page_size, 1, row]`, a view."""
-        dims = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
-        return self.kv_buffer[:, : self._rows_bytes // self.dtype.itemsize].view(dims)
+    def _rows(self) -> list[torch.Tensor]:
+        """Rows of each layer in all pages, `[pages, page_size, 1, row]`, views."""
+        target, *drafts = self._page_sizes
+        sizes = [target] * self.target_layer_num + drafts
+        rows = self.kv_buffer[:, : self._rows_bytes // self.dtype.itemsize]
+        layers = rows.split([size * self.kv_cache_dim for size in sizes], dim=1)
+        return [layer.unflatten(1, (-1, 1, self.kv_cache_dim)) for layer in layers]
 
     @property
     def index_keys(self) -> torch.Tensor:
@@ -268,7 +269,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
     @overrides
     def get_size_per_token(self) -> int:
         # SGLang also calls this before it has set the page size.
-        return self.page_format.bytes_per_token(self._tokens_per_page)
+        return self.page_format.bytes_per_token(self._page_sizes[0])
 
     @overrides
     def is_stride_page_aligned(self, page_size_bytes: int = DIRECT_IO_BYTES) -> bool:

@@ -42,9 +42,9 @@ class TierBytes:
         pools = [rows_declared(pool.host_pool_decls()) for pool in (rows, *row_drafts)]
         rows = pools[0]
         host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
-        layers = sum(pool.layer_num for pool in pools)
+        page_rows = sum(pool.layer_num * pool.page_size for pool in pools)
         keys = sum(pool.index_key_bytes for pool in pools)
-        page = HostPageFormat.of_rows(layers * rows.page_size * host_row + keys, rows.page_size)
+        page = HostPageFormat.of_rows(page_rows * host_row + keys, rows.page_size)
         tokens, state_bytes = capacity(rows), 0
         if states is not None:
             from sgl_kvpool.srt.host.states import StateView

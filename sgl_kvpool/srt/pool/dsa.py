@@ -10,6 +10,7 @@ no layout here: rows that SGLang cannot read are returned as uint8, and the read
 
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
@@ -52,14 +53,23 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             )
 
     @property
+    def has_our_tier(self) -> bool:
+        """As in the base class; always where ranks hold parts of the rows and all index keys."""
+        return super().has_our_tier or get_parallel().attn_dcp_size > 1
+
+    @property
     def index_pages(self) -> list[torch.Tensor]:
-        return [keys.view(torch.uint8) for keys in self.index_k_with_scale_buffer if len(keys)]
+        # A page of rows that are spread over ranks has as many pages of keys, which every rank has.
+        keys = [keys.view(torch.uint8) for keys in self.index_k_with_scale_buffer if len(keys)]
+        return [pages.view(-1, self.dcp_size * pages.shape[1]) for pages in keys]
 
     @overrides
     def host_pool_decls(self):
         """The rows; and the index keys unless pages of our host tier hold them beside the rows."""
-        rows, *beside = super().host_pool_decls()
-        return (rows,) if self.has_our_tier else (rows, *beside)
+        if self.has_our_tier:
+            # SGLang's pool of keys refuses pages of a draft over some numbers of ranks.
+            return super(DSATokenToKVPool, self).host_pool_decls()
+        return super().host_pool_decls()
 
     @overrides
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:

@@ -97,14 +97,18 @@ class PoolReader:
             # A layer that reuses the top-k of the layer before it has a placeholder instead of index keys.
             if skipped:
                 continue
-            # A row of index keys covers one page of the pool, and the indexer's kernels see it as one page.
-            if len(rows) * pool.page_size != pool.size + pool.page_size:
+            # A row of index keys covers as many slots of SGLang as a page of the pool has rows. Each rank has
+            # the keys of all slots that are spread over the ranks.
+            spread = pool._write_loc_dcp_span
+            if len(rows) * pool.page_size != (pool.size + pool.page_size) * spread:
                 raise TypeError(
                     f"{type(pool).__name__} has {len(rows)} pages of index keys beside {pool.size} + "
-                    f"{pool.page_size} slots; page indices of the two differ (decode context parallelism?), "
-                    "which is not described"
+                    f"{pool.page_size} slots of one of {spread} ranks; page indices of the two differ, which "
+                    "is not described"
                 )
-            references.append(self._reference(rows, layer_id, "indexer", content, page, pool.page_size))
+            references.append(
+                self._reference(rows, layer_id, "indexer", content, page * spread, pool.page_size)
+            )
         return references
 
     def _mamba(self, pool: MambaPool, name: str, layer_ids: LayerIds) -> None:

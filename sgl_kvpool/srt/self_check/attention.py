@@ -147,11 +147,11 @@ def batch_of(mode: str, lengths: list[int], requests: torch.Tensor, slots: torch
 
 
 def check_lists(
-    pool: Any, layer_id: int, heads: int, scale: float, attend: Callable[..., torch.Tensor]
+    pool: Any, layer_id: int, heads: int, scale: float, attend: Callable[..., tuple[torch.Tensor, ...]]
 ) -> str:
     """Attend lists of slots with a kernel, without an attention backend.
 
-    `attend` is as `SparseReader.attend`; unused entries of its kv_indices are -1.
+    `attend` is as `SparseReader.attend`, with slots of SGLang; unused entries of its lists are -1.
     """
     requests = _Requests.at_random(pool, heads, len(_LENGTHS), max(_LENGTHS))
     rows = pool.get_row_buffer(layer_id)
@@ -159,7 +159,7 @@ def check_lists(
         _store(pool, SimpleNamespace(layer_id=layer_id), requests.slots, requests.keys)
         kv_lens = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device)
         lists = torch.where(requests.lists < 0, requests.lists, slots_of_rank(pool, requests.lists))
-        found = attend(requests.q, rows, lists, kv_lens, scale).cpu()
+        found = attend(requests.q, rows, lists, kv_lens, scale)[0].cpu()
     return _compare(found, requests, pool, layer_id, scale)
 
 

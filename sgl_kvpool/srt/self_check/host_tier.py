@@ -83,7 +83,7 @@ class _TierCheck:
             scales = [pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num)]
             fmt, shape = pool.row_format, (self.pages, pool.page_size, pool.row_format.row_bytes)
             rows = {scale: encoded(random_values(_ROWS, fmt, seed=1), fmt, scale) for scale in set(scales)}
-            layers = [rows[scale][self._order(index)].view(shape) for index, scale in enumerate(scales)]
+            layers = [rows[scale][self._order(index, pool)].view(shape) for index, scale in enumerate(scales)]
             sent = torch.stack(layers) if layers else torch.empty((0, *shape), dtype=torch.uint8)
             pages.write(sent)
             self._sent.append(sent)
@@ -111,16 +111,16 @@ class _TierCheck:
         if (problem := tier.host_indices_problem(host)) is not None:
             raise Difference(f"the host tier: {problem}, see the log")
         pages = torch.from_numpy(pages_of(host, tier.logical_page_size))
-        found = [layer[pages].view(torch.uint8).flatten(2) for layer in tier.data_refs]
         expected = [rows for part in self._in_host_layout for rows in part]
-        require_same_bytes(
-            torch.stack(found).view(len(found), self.pages, tier.page_size, -1),
-            torch.stack(expected),
-            f"rows of {tier.row_format.layout} in the host tier",
-            lambda layer, page, token: (
-                f"layer {layer} of {len(found)}, token {token} of host page {pages[page]}"
-            ),
-        )
+        for index, (layer, rows) in enumerate(zip(tier.data_refs, expected, strict=True)):
+            require_same_bytes(
+                layer[pages].view(torch.uint8).flatten(2),
+                rows,
+                f"rows of {tier.row_format.layout} in the host tier",
+                lambda page, token, index=index: (
+                    f"layer {index} of {len(expected)}, token {token} of host page {pages[page]}"
+                ),
+            )
         require_same_bytes(
             tier.index_keys[pages],
             torch.cat([keys.transpose(0, 1).flatten(1) for keys in self._sent_keys], dim=1),
@@ -170,9 +170,9 @@ class _TierCheck:
         self._former += [(one, one.read()) for both in pages for one in both]
         return pages
 
-    def _order(self, layer: int) -> torch.Tensor:
+    def _order(self, layer: int, pool: LayoutMLATokenToKVPool) -> torch.Tensor:
         """Index of the distinct row of each token of a layer."""
-        return (torch.arange(self.pages * self._tier.page_size) + 7 * layer) % _ROWS
+        return (torch.arange(self.pages * pool.page_size) + 7 * layer) % _ROWS
 
     def _conversion(self, pool: LayoutMLATokenToKVPool) -> RowConversion | None:
         """Conversion of a pool's rows to the host's; None if both have the same format."""

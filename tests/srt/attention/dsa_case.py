@@ -19,11 +19,11 @@ TOP_K, PAGE, TOKENS = 16, 64, 256
 DRAFTS = 3
 
 
-def make_pool(layout, *, stock=False, device="cpu"):
-    """A pool of two layers, full of NaN; SGLang's own class with `stock`."""
+def make_pool(layout, *, stock=False, device="cpu", spans=1):
+    """A pool of two layers, full of NaN; SGLang's own class with `stock`, a draft's over `spans` ranks."""
     pool = dsa_pool(
-        layout, RANK, ROPE, stock=stock, size=TOKENS, page_size=PAGE, layer_num=2, start_layer=LAYER - 1,
-        device=device,
+        layout, RANK, ROPE, stock=stock, size=spans * TOKENS, page_size=spans * PAGE, layer_num=2,
+        start_layer=LAYER - 1, device=device, dcp_replicated=spans > 1,
     )  # fmt: skip
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
@@ -114,15 +114,16 @@ class Case:
 
     device, top_k = "cpu", TOP_K
 
-    def __init__(self, layout, lengths, prefixes, prefill, decode, *, stock=False, **attributes):
+    def __init__(
+        self, layout, lengths, prefixes, prefill, decode, *, stock=False, ranks=1, spans=1, **attributes
+    ):
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
-        self.pool = make_pool(layout, stock=stock, device=self.device)
+        self.pool = make_pool(layout, stock=stock, device=self.device, spans=spans)
         self.backend = self.make_backend(prefill, decode, **attributes)
         self.layer = radix_attention()
         generator = torch.Generator().manual_seed(7)
-        slots = (
-            torch.randperm(TOKENS, generator=generator)[: sum(lengths)] + PAGE
-        )  # the first page is reserved
+        # The first page is reserved.
+        slots = torch.randperm(ranks * TOKENS, generator=generator)[: sum(lengths)] + ranks * PAGE
         self.slots = [part.to(self.device) for part in slots.split(lengths)]
         self.keys = [
             torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16().to(self.device) for n in lengths
@@ -167,7 +168,7 @@ class Case:
         generator = torch.Generator().manual_seed(8)
         self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=generator).bfloat16().to(self.device)
         forward = self.backend.forward_decode if mode == "DECODE" else self.backend.forward_extend
-        out = forward(
+        found = forward(
             self.q[..., :RANK].reshape(len(keys), -1),
             keys[..., :RANK],
             keys[..., :RANK],
@@ -177,6 +178,7 @@ class Case:
             k_rope=keys[..., RANK:],
             topk_indices=self.chosen().to(self.device),
         )
+        out, self.lse = found if isinstance(found, tuple) else (found, None)
         return out.view(len(keys), HEADS, RANK)
 
     def stored(self, keys):

@@ -15,7 +15,8 @@ def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
     """Host tier with guard bytes in every page."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
-    tier = HierarchicalMLAHostPool(pool, ratio, host_size, pool.page_size, label, **extra)
+    page_size = pool.page_size * pool.dcp_size
+    tier = HierarchicalMLAHostPool(pool, ratio, host_size, page_size, label, **extra)
     page_memory(tier)[...] = GUARD
     return tier
 
@@ -82,14 +83,12 @@ def slots(pages, page_size):
     return (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
 
 
-def load(tier, host_pages, device_pages, layers=range(LAYERS), io_backend="kernel"):
+def load(tier, host_pages, device_pages, layers=range(LAYERS), io_backend="kernel", **extra):
+    host, device = (slots(pages, tier.logical_page_size) for pages in (host_pages, device_pages))
     for layer in layers:
-        tier.load_to_device_per_layer(
-            None, slots(host_pages, tier.page_size), slots(device_pages, tier.page_size), layer, io_backend
-        )
+        tier.load_to_device_per_layer(None, host, device, layer, io_backend, **extra)
 
 
 def backup(tier, host_pages, device_pages, io_backend="kernel"):
-    tier.backup_from_device_all_layer(
-        None, slots(host_pages, tier.page_size), slots(device_pages, tier.page_size), io_backend
-    )
+    host, device = (slots(pages, tier.logical_page_size) for pages in (host_pages, device_pages))
+    tier.backup_from_device_all_layer(None, host, device, io_backend)

@@ -4,12 +4,14 @@
 """
 
 import numpy as np
+import pools
 import pytest
 from cases import crossed
 from codec_oracle import LAYOUTS, narrower
 from direct_stores import KEYS, PUT, MemoryStore, filled, get, put
-from host_tier import LABELS, host_bytes, page_memory, slots, tier_of
-from pools import ARRANGEMENTS, GUARD, assert_holds, at, device_pool, fill, guard
+from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, slots, tier_of
+from pools import ARRANGEMENTS, DSA_PAGE, GUARD, LAYERS, assert_holds, at, device_pool, dsa_pool, fill, guard
+from test_dcp_pool import as_rank
 from test_hybrid_stores import fetch, files, stored
 
 PAGE = 4
@@ -67,6 +69,39 @@ def test_prompts_come_back_from_the_host(model_of, layout, host):
         model.put(other)
         model.evict()
         assert [model.check(tokens) for tokens in (one, other)] == [len(one), len(other)]
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize(("layout", "ranks"), [("fp4", 2), ("fp8_block_scale", 8), ("bf16", 3)])
+def test_a_page_of_a_sparse_target_and_its_draft(layout, ranks, no_reserve):
+    """It has a rank's own rows of the target, all rows of the draft, and all index keys of both."""
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes
+
+    with as_rank(ranks - 1, ranks):
+        target = dsa_pool(layout, size=4 * DSA_PAGE)
+        page = ranks * DSA_PAGE
+        draft = dsa_pool(layout, size=4 * page, page_size=page, layer_num=1, dcp_replicated=True)
+        both = (target, draft)
+        tier = host_pool(target, draft_pools=[draft])
+        assert TierBytes.of(target, row_drafts=[draft]).rows == target.size * tier.get_size_per_token()
+        filled = [fill(pool, seed=seed) for seed, pool in enumerate(both)]
+        moved = [{3: 1, 1: 4}, {3: 2, 1: 3}]  # device pages by host pages: backed up, loaded
+        backup(tier, *zip(*moved[0].items(), strict=True))
+        for host, device in moved[0].items():
+            keys = [layer.reshape(5, -1)[device] for pool in both for layer in pools.index_pages(pool)]
+            parts = [*(layer[device] for pool in both for layer in pools.rows(pool)), *keys]
+            content = np.concatenate([part.reshape(-1) for part in parts])
+            assert np.array_equal(page_memory(tier)[host, : len(content)], content)
+        guard(*both)
+        wanted = [pools.copied(pool) for pool in both]
+        for host, device in moved[1].items():
+            for before, after in zip(filled, wanted, strict=True):
+                for name, part in after.items():
+                    part.reshape(5, -1)[device] = before[name].reshape(5, -1)[moved[0][host]]
+        load(tier, *zip(*moved[1].items(), strict=True))
+        load(tier, *zip(*moved[1].items(), strict=True), layers=[LAYERS], is_draft=True)
+        for pool, expected in zip(both, wanted, strict=True):
+            assert_holds(pool, expected)
 
 
 def test_lists_of_other_pages_are_a_miss(controller_of, failures, caplog):

@@ -135,9 +135,9 @@ def test_a_conversion_with_k_scales_of_other_layers(controller_of, monkeypatch):
 
     build = rows.build_channels
 
-    def reversed_scales(pages, views, places, page_size, device_rows, host_rows, k_scales, *rest):
+    def reversed_scales(pages, views, device_rows, host_rows, k_scales, *rest):
         scales = [one[::-1] for one in k_scales]
-        return build(pages, views, places, page_size, device_rows, host_rows, scales, *rest)
+        return build(pages, views, device_rows, host_rows, scales, *rest)
 
     monkeypatch.setattr(rows, "build_channels", reversed_scales)
     pool = device_pool(

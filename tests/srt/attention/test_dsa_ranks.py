@@ -1,0 +1,146 @@
+"""Sparse attention on several ranks that share a prefix pool (`--dcp-size`): SGLang's DSA backend of each.
+
+A rank has the queries of all and its own rows. Slots lie beyond one rank's pool: raw ones are noticed.
+"""
+
+import codec_oracle as oracle
+import pytest
+import torch
+from cases import crossed
+from dsa_case import DRAFTS, HEADS, LAYER, PAGE, RANK, TOKENS, Case, SparseKernel, in_forward
+from test_dcp_pool import as_rank
+from test_dsa_backend import EXTENDS, LENGTHS, PREFIXES, close, hooked  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("published", "hooked")
+
+SPARSE = ("flashmla_sparse", "flashmla_sparse")
+#: `fp8` rows are raw, for kernels that do not merge.
+SERVED = [layout for layout in oracle.LAYOUTS if layout != "fp8"]
+#: Lengths of the requests and of what is stored of them; a first token is attended on one rank alone.
+STEPS = {
+    **{mode: (LENGTHS, PREFIXES["none" if mode == "EXTEND" else "some"]) for mode in EXTENDS},
+    "DECODE": (LENGTHS, [n - 1 for n in LENGTHS]),
+    "TARGET_VERIFY": ([n + DRAFTS for n in (1, 37, 20)], [1, 37, 20]),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_broadcast(monkeypatch):
+    monkeypatch.setenv("SGLANG_DSA_TOPK_BROADCAST", "0")  # restored, because a backend sets it
+
+
+def cases_of(layout, mode, ranks):
+    """The same step on each rank."""
+    from sglang.srt.layers.attention.dsa.dsa_dcp import DcpPageTableCache
+
+    for rank in range(ranks):
+        with as_rank(rank, ranks):
+            yield Case(
+                layout, *STEPS[mode], *SPARSE, ranks=ranks, num_q_heads=HEADS // ranks, dcp_size=ranks,
+                dcp_rank=rank, _dcp_page_table_cache=DcpPageTableCache(),
+            )  # fmt: skip
+
+
+def check(layout, mode, ranks):
+    """Compare what SGLang would merge after a step with float64 over all rows; returns the cases."""
+    cases, outs = [*cases_of(layout, mode, ranks)], []
+    for rank, case in enumerate(cases):
+        with as_rank(rank, ranks), in_forward(case.backend):
+            outs.append(case.run(mode).double())
+    assert max(int(slots.max()) for slots in cases[0].slots) >= TOKENS + PAGE
+    lse = torch.stack([case.lse for case in cases]).double()
+    weights = torch.exp2(lse - torch.exp2(lse).sum(0).log2()).unsqueeze(-1)
+    close((weights * torch.stack(outs)).sum(0), cases[0].wanted())
+    return cases
+
+
+@pytest.mark.parametrize(("layout", "mode", "ranks"), crossed(SERVED, [*STEPS], [2, 4]))
+def test_ranks_together_attend_every_list(layout, mode, ranks, monkeypatch):
+    """Prefill too attends stored rows; SGLang selects the same slots for all ranks."""
+    kernel = SparseKernel(monkeypatch)
+    cases = check(layout, mode, ranks)
+    assert not kernel.dtypes
+    counts = sum(case.backend._dcp_page_table_cache.counts for case in cases)
+    assert counts.tolist() == (cases[0].chosen() >= 0).sum(1).tolist()
+    assert cases[0].backend.forward_metadata.topk_indices_offset is None
+    if mode == "EXTEND":
+        assert any(bool(case.lse.isneginf().any()) for case in cases)
+
+
+def _all_entries(cache, *, page_table, dcp_size, **_):
+    return page_table // dcp_size, torch.full((len(page_table),), page_table.shape[1], dtype=torch.int32)
+
+
+def _raw_slots(cache, *, page_table, dcp_size, dcp_rank, **_):
+    own = torch.where(page_table % dcp_size == dcp_rank, page_table, -1)
+    return own, torch.full((len(own),), own.shape[1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("fault", ["no owner", "no division", "natural lse"])
+def test_planted_faults_are_noticed(fault, monkeypatch):
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.attention.dsa import dsa_dcp
+
+    from sgl_kvpool.sglang_plugin.hooks import dsa
+
+    if fault == "natural lse":
+        monkeypatch.setattr(dsa, "math", SimpleNamespace(log2=lambda _: 1.0, e=0))
+    else:
+        wrong = {"no owner": _all_entries, "no division": _raw_slots}[fault]
+        monkeypatch.setattr(dsa_dcp, "localize_dcp_page_table", wrong)
+    with pytest.raises((AssertionError, IndexError)):
+        check("bf16", "DECODE", 2)
+
+
+def test_layers_that_share_a_selection_share_a_ranks_part(monkeypatch):
+    """SGLang passes the same tensor, and refills it for a layer with a selection of its own."""
+    from sglang.srt.layers.attention.dsa import dsa_dcp
+
+    localised, original = [], dsa_dcp.transform_index_page_table_dcp
+    monkeypatch.setattr(
+        dsa_dcp, "transform_index_page_table_dcp", lambda *args: localised.append(1) or original(*args)
+    )
+    (case, *_) = cases_of("fp4", "DECODE", 2)
+    selection, q = case.chosen(), torch.randn(3, HEADS, RANK + 64).bfloat16()
+    found = {}
+    with as_rank(0, 2), in_forward(case.backend):
+        case.backend.init_forward_metadata(case.batch("DECODE"))
+        for step, (layer_id, changed) in enumerate([(LAYER - 1, False), (LAYER, False), (LAYER - 1, True)]):
+            if changed:
+                selection.copy_(torch.where(selection >= 0, 0, selection))
+            case.layer.layer_id = layer_id
+            keys = torch.stack([keys[-1] for keys in case.keys])
+            case.backend.forward_decode(
+                q[..., :RANK].reshape(3, -1), keys[..., :RANK], keys[..., :RANK], case.layer,
+                case.batch("DECODE"), q_rope=q[..., RANK:], k_rope=keys[..., RANK:], topk_indices=selection,
+            )  # fmt: skip
+            cache = case.backend._dcp_page_table_cache
+            first = [int(own[0]) for own in case.slots]
+            found[step] = cache.page_table
+            if changed:  # all entries of a list are the request's first token
+                of_rank = [int(slot % 2 == 0) for slot in first]
+                assert (cache.counts > 0).int().tolist() == of_rank
+    assert found[0] is found[1]
+    assert len(localised) == 2
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
+@pytest.mark.parametrize("layout", SERVED)
+def test_a_draft_attends_all_slots_in_its_own_pool(layout, mode):
+    """SGLang replicates a draft: each rank has all of its rows, and no log-sum-exp is merged."""
+    with as_rank(1, 2):
+        case = Case(layout, *STEPS[mode], *SPARSE, ranks=2, spans=2)
+        with in_forward(case.backend):
+            close(case.run(mode), case.wanted())
+        assert case.lse is None
+
+
+def test_lists_are_the_same_on_all_ranks():
+    """Scores tie, and chunks of prompts depend on a rank's free memory."""
+    from sglang.srt.environ import envs
+
+    Case("fp4", *STEPS["DECODE"], *SPARSE)
+    assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
+    next(cases_of("fp4", "DECODE", 2))
+    assert envs.SGLANG_DSA_TOPK_BROADCAST.get()
