@@ -95,6 +95,7 @@ class Server:
         case.backend.init_cuda_graph_state(3, 3)
         case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
         q, k, ropes = case.given
+        gc.collect()  # else engines of earlier tests may be destroyed within the capture, which refuses that
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
