@@ -77,9 +77,13 @@ def _why_due(device: str) -> str | None:
 def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
     from sgl_kvpool.srt.self_check import Difference
 
-    is_wrong = isinstance(error, Difference)
-    found = f"found a difference: {error}" if is_wrong else f"could not be run: {error!r}"
-    return Refusal(f"the self-check at start ({why}) {found}; {way_out}, and report this line")
+    if isinstance(error, Difference):
+        return Refusal(
+            f"the self-check at start ({why}) found a difference: {error}; {way_out}, and report this line"
+        )
+    return Refusal(
+        f"the self-check at start ({why}) could not be run: {error!r}; {way_out}, and report this line"
+    )
 
 
 def _local_checks(runner: Any) -> Iterator[str]:
