@@ -71,7 +71,7 @@ def gpu_engines(plan, requested, gpu_calls, chunks=True):
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredChunks() if chunks else None
     request = channel.EngineRequest(requested, "kernel", given, gpu_calls)
-    return channel._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
+    return channel._gpu_engines([plan], pages, pages.shape[1], torch.device("cpu"), request)
 
 
 def test_engines_that_cannot_be_built(failures, plan):

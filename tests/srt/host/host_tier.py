@@ -15,7 +15,7 @@ def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
     """Host tier with guard bytes in every page."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
-    page_size = pool.page_size * pool.dcp_size
+    page_size = pool.page_size * getattr(pool, "dcp_size", 1)  # which SGLang's own pools lack
     tier = HierarchicalMLAHostPool(pool, ratio, host_size, page_size, label, **extra)
     page_memory(tier)[...] = GUARD
     return tier
