@@ -69,7 +69,7 @@ def resolve(target: str) -> Any:
     except Exception as absent:  # or whatever a module raises when it is imported
         try:
             return import_module(target)
-        except Exception as error:
+        except Exception as error:  # as above
             if isinstance(error, ModuleNotFoundError) and target.startswith(str(error.name)):
                 raise AttributeError(f"not there ({type(absent).__name__}: {absent})") from None
             raise ImportError(f"cannot be imported ({type(error).__name__}: {error})") from None
