@@ -45,6 +45,8 @@ def _tested() -> dict[str, dict[str, str]]:
     """Fingerprint of the SGLang that this release was tested with; Refusal if the file is damaged."""
     try:
         found = json.loads(FILE.read_text(encoding="utf-8"))
+        if "sglang" not in found["versions"]:
+            raise LookupError("no version of SGLang")
         return {kind: dict(found[kind]) for kind in ("versions", "arguments", "sources")}
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise Refusal(f"{FILE} is damaged ({error!r}): reinstall sgl-kvpool") from None

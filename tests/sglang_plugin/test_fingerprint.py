@@ -128,6 +128,7 @@ def test_only_another_version_is_compared_and_a_damaged_file_is_named(monkeypatc
     monkeypatch.setenv(env.CHILD_SAME_AS_TESTED, "0.6.1")
     assert bool(fingerprint.problem()) == bool(compared) == (version == "0.6.1")
     monkeypatch.setattr(fingerprint, "FILE", tmp_path / "cut.json")
-    (tmp_path / "cut.json").write_text('{"versions": {"sglang": "0.5')
-    with pytest.raises(Refusal, match=r"cut\.json is damaged \(JSONDecodeError.*\): reinstall sgl-kvpool"):
-        fingerprint.problem()
+    for text, error in (('{"versions": {"sglang": "0.5', "JSONDecode"), ('{"versions": {}}', "Lookup")):
+        (tmp_path / "cut.json").write_text(text)
+        with pytest.raises(Refusal, match=rf"cut\.json is damaged \({error}Error.*\): reinstall sgl-kvpool"):
+            fingerprint.problem()
