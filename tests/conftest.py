@@ -183,6 +183,21 @@ def published():
     return args
 
 
+@pytest.fixture
+def kept_context():
+    """SGLang's runtime context is put back at the end.
+
+    SGLang's snapshot refers to dicts that its `override`, `publish` and `clear_stamp` change in place.
+    """
+    from sglang.srt.runtime_context import restore_context, snapshot_context
+
+    before = snapshot_context()
+    parts = before["__parallel__"]
+    parts.update((name, dict(part)) for name, part in parts.items() if isinstance(part, dict))
+    yield
+    restore_context(before)
+
+
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory):
     """`fresh.run(code)`: in a new process that has imported SGLang's pools and nothing of this package."""

@@ -86,7 +86,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture
-def resolve(monkeypatch):
+def resolve(kept_context, monkeypatch):
     """`resolve(model, *argv)`: the resolved ServerArgs of `sglang serve`, before processes start.
 
     For "cuda", the resolution reads of a GPU only its capability, by default that of Hopper, and whether
@@ -106,11 +106,9 @@ def resolve(monkeypatch):
     # Requests that other tests' records have left.
     monkeypatch.setattr(record, "_requested", set())
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import restore_context, snapshot_context
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    before = snapshot_context()
 
     def run(model, *argv, device="cpu", capability=(9, 0)):
         if device == "cuda":
@@ -122,8 +120,7 @@ def resolve(monkeypatch):
         server_args.check_server_args()
         return server_args
 
-    yield run
-    restore_context(before)
+    return run
 
 
 @pytest.fixture
@@ -179,6 +176,4 @@ def configured(published, resolve, monkeypatch):
         config = draft or model_config_of(args)
         return configurator(args, config, dtype, draft=draft is not None, **fields)
 
-    yield build
-    get_parallel().clear_stamp()
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    return build

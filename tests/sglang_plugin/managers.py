@@ -57,7 +57,7 @@ def no_groups(published):
 
 
 @pytest.fixture
-def manager_of(bootstrap, no_groups, published, monkeypatch):
+def manager_of(bootstrap, no_groups, published, kept_context, monkeypatch):
     """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, made by SGLang's queue.
 
     `layout` is the server's requested layout; None is a server without the plugin. `sizes` are arguments of
@@ -67,13 +67,7 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, TransferBackend
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import hook_groups
@@ -85,7 +79,6 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
     for module in (prefill, decode):
         # The engines' own classes need their library and a network card.
         monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
-    before = snapshot_context()
     made, kept = [], []
     queues = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
 
@@ -137,9 +130,6 @@ def manager_of(bootstrap, no_groups, published, monkeypatch):
         manager._stopped = True
     for manager in made:
         manager.teardown() if manager in engines else manager.server_socket.close(0)
-    get_parallel().clear_stamp()  # SGLang's restore leaves the rank
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    restore_context(before)
 
 
 def pool_of(layout, make=device_pool, **extra):

@@ -163,7 +163,7 @@ def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks)
     Ranks share pages only beside a draft that is certainly packed; drafts of other checkpoints may not be.
     """
     kept = {"token_bytes": token_bytes, "index_bytes": 0, "draft_bytes": draft_bytes, "slot_bytes": 0}
-    assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
+    assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks, "spread_ranks": 1}
 
 
 def test_weights_of_a_draft(sized, request_of):

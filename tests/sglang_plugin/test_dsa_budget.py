@@ -12,6 +12,7 @@ from codec_oracle import LAYOUTS, OURS_ALONE
 from configurators import classes_of, sizes_of
 from pools import DSA_DTYPES as DTYPES
 from pools import INDEX_BYTES, dsa_row_bytes
+from test_dcp_pool import as_rank
 
 LAYERS = 3
 #: Implementations that read raw rows; SGLang's own choice on Hopper does not.
@@ -96,6 +97,34 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
     assert draft.kv_cache_layout == layout
     assert draft.get_kv_size_bytes() == (256 + 64) * drafts * (dsa_row_bytes(layout) + INDEX_BYTES)
     assert sizes_of(kvc)._fixed_overhead_bytes == 0  # the target has paid
+
+
+@pytest.mark.parametrize("model", ["dsa3", "dsa3-shared"])
+@pytest.mark.parametrize(("layout", "ranks"), [("fp4", 2), ("bf16", 8), ("fp8_block_scale", 4)])
+def test_ranks_that_share_a_prefix_pool(hooked, layout, ranks, model):
+    """A token of each rank: a row of the target, the index keys of all ranks, and all of a draft."""
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
+
+    _, _, with_index = MODELS[model]
+    row = dsa_row_bytes(layout)
+    target, draft = LAYERS * row + with_index * INDEX_BYTES * ranks, (row + INDEX_BYTES) * ranks
+    chunk, drafts = ("--chunked-prefill-size", "4096"), hooked(layout, model, draft_model=model)
+    drafted, plain = hooked(layout, model, *chunk, eagle=1), hooked(layout, model, *chunk)
+    drafts.layer_info = SimpleNamespace(start_layer=0, end_layer=1, num_effective_layers=1)
+    heads = plain.model_config.num_attention_heads
+    with as_rank(0, ranks):
+        sizes, with_draft = sizes_of(plain), sizes_of(drafted)
+        assert (sizes._cell_size, with_draft._cell_size) == (target, target + draft)
+        assert pool_of(plain, 256).get_kv_size_bytes() == (256 + 64) * target
+        assert pool_of(drafts, 256 * ranks).get_kv_size_bytes() == (256 + 64) * draft
+    fmt = MLAKVCacheLayout(layout).pool_row_format(512, 64, is_dsa=True)
+    top_k = plain.model_config.hf_config.index_topk
+    merged = 4096 * heads * (ranks - 1) * (576 * 2 + 512 * 2 + 512 * 4)
+    both = [sparse_workspace_bytes(fmt, each, top_k, "cpu") for each in (heads * ranks, heads)]
+    assert sizes._fixed_overhead_bytes == merged + both[0]
+    gathered = 65536 * 576 * 2  # keys of the draft's prefill
+    assert with_draft._fixed_overhead_bytes == merged + sum(both) + gathered
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).resolve().parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
-NO_DRAFT = {"draft_bytes": 0}
+NO_DRAFT = {"draft_bytes": 0, "spread_ranks": 1}
 FRACTION = 0.8
 #: model: ranks, layers.
 MODELS = {"deepseek_v32": (8, 61), "kimi_k2": (8, 61), "kimi_linear": (4, 27)}

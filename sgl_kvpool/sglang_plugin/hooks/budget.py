@@ -5,7 +5,8 @@ import math
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, uses
-from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND, sglang_dsa_reads
+from sgl_kvpool.sglang_plugin.rules.dsa import is_ours
+from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
 _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
@@ -71,6 +72,8 @@ def page_buffer_bytes(request: PoolRequest) -> int:
     kvc, engine = request.configurator, request.config.host_tier.engine
     if not request.has_our_tier or request.view.device == "cpu" or engine not in ("auto", "staged"):
         return 0
+    from sglang.srt.runtime_context import get_parallel
+
     states = 0
     if request.slot_bytes:
         cache = kvc.mambaish_config.mamba2_cache_params
@@ -78,7 +81,8 @@ def page_buffer_bytes(request: PoolRequest) -> int:
         parts.append(math.prod(cache.shape.temporal) * cache.dtype.temporal.itemsize)
         states = buffer_bytes(staged_state_bytes(request.slot_bytes, max(parts)))
     host_layout, draft = request.host_layout, own_draft(kvc)
-    target_bytes = (request.stage_rows + packed_layers(kvc)) * request.row_format_in(host_layout).row_bytes
+    packed = packed_layers(kvc) * get_parallel().attn_dcp_size  # each rank has all rows of a draft
+    target_bytes = (request.stage_rows + packed) * request.row_format_in(host_layout).row_bytes
     draft_bytes = draft.token_bytes(host_layout) if draft is not None and draft.has_rows else 0
     # A draft that SGLang does not pack has a tier of its own.
     return states + sum(
@@ -88,28 +92,39 @@ def page_buffer_bytes(request: PoolRequest) -> int:
 
 def attention_workspace_bytes(request: PoolRequest) -> int:
     """Bytes that our attention allocates once, for a target; 0 if it is not in use."""
-    fmt, device = request.row_format, request.view.device
+    from sglang.srt.configs.model_config import get_dsa_mtp_topk_width
+    from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
+
+    fmt, device, ranks = request.row_format, request.view.device, get_parallel().attn_dcp_size
     if request.is_dsa:
-        is_used = not sglang_dsa_reads(request.layout)
+        is_used = is_ours(request.layout, ranks)
     else:
         is_used = device != "cpu" and KVPOOL_BACKEND in request.backends
     if not is_used:
         return 0
-    from sglang.srt.configs.model_config import get_dsa_mtp_topk_width
-    from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
 
     from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
     from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
-    model_config, ranks = request.model_config, get_parallel().attn_dcp_size
+    model_config, view = request.model_config, request.view
     heads = model_config.num_attention_heads // get_parallel().attn_tp_size
     if request.is_dsa:
         # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does.
         # The reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that
         # SGLang leaves free.
         top_k = get_dsa_mtp_topk_width(model_config.hf_config)
-        decode = sparse_workspace_bytes(fmt, heads, top_k, device)
+        decode = sparse_workspace_bytes(fmt, heads * ranks, top_k, device)
+        if ranks > 1:
+            # A prefill attends stored rows with the queries of all ranks. Beside these, SGLang's merge has
+            # results of all heads in 16 and in 32 bits. SGLang reserves what one rank needs.
+            tokens = view.chunked_prefill_size
+            tokens = tokens if tokens and tokens > 0 else view.max_prefill_tokens
+            head_bytes = 2 * fmt.head_dim + (2 + 4) * fmt.kv_lora_rank
+            decode += tokens * heads * (ranks - 1) * head_bytes
+            if request.configurator.spec_algorithm.is_none():
+                return decode  # a draft has all rows, and gathers and decodes them as without ranks
+            decode += sparse_workspace_bytes(fmt, heads, top_k, device)
     else:
         most_queries = max_speculative_num_draft_tokens() or 1
         most_rows = -(-model_config.context_len // ranks)  # each attends its rows with the queries of all

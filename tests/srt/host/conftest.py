@@ -19,24 +19,12 @@ def process_group():
 
 
 @pytest.fixture
-def host_server(no_reserve, published, monkeypatch):
+def host_server(no_reserve, published, kept_context, monkeypatch):
     """`host_server(...)`: `publish_server`, with our hooks; SGLang's context is put back at the end."""
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
-
     from sgl_kvpool.sglang_plugin import hook_groups
 
     hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
-    before = snapshot_context()
-    yield lambda **arguments: publish_server(monkeypatch, **arguments)
-    get_parallel().clear_stamp()  # SGLang's restore leaves the rank
-    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
-    restore_context(before)
+    return lambda **arguments: publish_server(monkeypatch, **arguments)
 
 
 @pytest.fixture

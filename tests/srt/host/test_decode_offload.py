@@ -27,16 +27,16 @@ class Request:
 
 
 @pytest.fixture
-def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
+def manager_of(no_reserve, kept_context, process_group, tmp_path, monkeypatch):
     from sglang.srt.disaggregation.decode_kvcache_offload_manager import DecodeKVCacheOffloadManager
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
+    from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import hook_groups
 
     hook_groups.apply(hook_groups.named("host tier"))
-    before, made = snapshot_context(), []
+    made = []
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "store"))
 
     def build(pool, table, model_name="model"):
@@ -58,7 +58,6 @@ def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
     yield build
     for controller in made:
         controller.detach_storage_backend()
-    restore_context(before)
 
 
 def dense(layout, arrangement="layer_major"):
