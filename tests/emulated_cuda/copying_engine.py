@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from emulated_cuda.byte_engine import Printed
-from emulated_cuda.model_engine import COMMON, tokens
+from emulated_cuda.model_engine import COMMON, allow_short_lists, tokens
 
 #: Prompts that share all but their end, from which they are continued; all are longer than a top-k list.
 SHARED, OWN, PROMPTS = 2560, 128, 3
@@ -18,8 +18,8 @@ DRAFTS = {
 }  # fmt: skip
 
 
-def prompts():
-    return [tokens(1, SHARED) + tokens(seed, OWN) for seed in range(2, 2 + PROMPTS)]
+def prompts(shared=SHARED, own=OWN):
+    return [tokens(1, shared) + tokens(seed, own) for seed in range(2, 2 + PROMPTS)]
 
 
 def _pools(scheduler):
@@ -39,16 +39,25 @@ def _zero_keys(scheduler, batch):
     import torch
 
     table = scheduler.req_to_token_pool.req_to_token
-    for place in batch.req_pool_indices.tolist():
-        slots = table[place, SHARED : SHARED + OWN].long()
+    for place, request in zip(batch.req_pool_indices.tolist(), batch.reqs, strict=True):
+        end = len(request.origin_input_ids)
+        slots = table[place, end - OWN + 1 : end].long()  # whole pages, also of odd lengths
         for pool in _pools(scheduler):
             for keys in pool.index_pages:
-                keys[torch.unique((slots // pool.page_size).cpu()).to("cuda")] = 0
+                pages = slots // (pool.page_size * pool.dcp_size)
+                keys[torch.unique(pages.cpu()).to("cuda")] = 0
+    return False
+
+
+def _abort(scheduler, batch):
+    from sglang.srt.managers.io_struct import AbortReq
+
+    scheduler.abort_request(AbortReq(abort_all=True))
     return False
 
 
 #: What is done to the caches before a decode batch -> whether before all that follow, too.
-CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "zero index keys": _zero_keys}
+CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "zero index keys": _zero_keys, "abort": _abort}
 
 
 def _evict(scheduler):
@@ -82,11 +91,14 @@ def _digest_of_keys(scheduler):
 def install(flag):
     """Let each rank change its caches as its file of `flag` says: `before a request,before decoding`.
 
-    Before each batch, a rank appends its mode and a digest of its index keys to its file of `keys`.
+    Before each batch, a rank appends its mode and a digest of its index keys to its file of `keys`, and the
+    largest slot of the request table and the number of its pool's rows to its file of `slots`.
     """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.pool_host import base
 
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # other tests may have taken what SGLang keeps free
     run_batch, receive = Scheduler.run_batch, Scheduler.process_input_requests
 
     def own_flag():
@@ -96,6 +108,8 @@ def install(flag):
         torch.cuda.synchronize()
         with flag.with_name(f"keys{_rank()}").open("a") as keys:
             print(batch.forward_mode.name, _digest_of_keys(self), file=keys)
+        with flag.with_name(f"slots{_rank()}").open("a") as slots:
+            print(int(self.req_to_token_pool.req_to_token.max()), _pools(self)[0].size, file=slots)
         own = own_flag()
         change = CHANGES.get(own.read_text().partition(",")[2])
         if change is not None and batch.forward_mode.is_decode():
@@ -119,8 +133,8 @@ def install(flag):
     Scheduler.run_batch, Scheduler.process_input_requests = run_changed, receive_changed
 
 
-def main(model, flag, phases, **options):
-    """Answers to all prompts at once, of one Engine.
+def main(model, flag, phases, lengths=(SHARED, OWN), **options):
+    """Answers to all prompts at once, of one Engine; `lengths` are those of their common and own parts.
 
     `phases` are (name, before: "" or "evict", name of what is changed before decoding, or "", new tokens).
     """
@@ -133,6 +147,8 @@ def main(model, flag, phases, **options):
     for each in flags:
         each.write_text("")
     install(flag)
+    if lengths != (SHARED, OWN):
+        allow_short_lists()
     forks.fork_children()
     import sglang
 
@@ -143,8 +159,8 @@ def main(model, flag, phases, **options):
         for each in flags:
             each.write_text(f"{before},{change}")
         sampling = {**parameters, "max_new_tokens": count}
-        answers[name] = engine.generate(input_ids=prompts(), sampling_params=sampling)
-        found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
+        answers[name] = engine.generate(input_ids=prompts(*lengths), sampling_params=sampling)
+        found = [(a["output_ids"], a["meta_info"].get("spec_accept_length")) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)
     engine.shutdown()
     print("\n" + json.dumps(answers))

@@ -21,6 +21,20 @@ def tokens(seed, count):
     return random.Random(seed).choices(range(3, VOCAB), k=count)
 
 
+def allow_short_lists():
+    """Let top-k lists of prefills be shorter than 2048, which sgl_kernel's operator does not."""
+    import sgl_kernel
+    import torch
+
+    def fused(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts=None):
+        lists = score.new_empty((len(score), topk), dtype=torch.int32)
+        operator = torch.ops.sgl_kernel.fast_topk_transform_fused
+        operator(score, lengths, lists, page_table_size_1, cu_seqlens_q, row_starts)
+        return lists
+
+    sgl_kernel.fast_topk_transform_fused = fused
+
+
 def main(model, questions, **options):
     """Answers to `questions`, of one Engine with `options` beside its own.
 
@@ -31,6 +45,8 @@ def main(model, questions, **options):
     from sgl_kvpool.commands.processes import forks
 
     memory.ALLOCATOR.problems = Printed()
+    if options.get("dcp_size", 1) > 1:
+        allow_short_lists()
     forks.fork_children()
     import sglang
 

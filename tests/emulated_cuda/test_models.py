@@ -43,16 +43,22 @@ class Model(NamedTuple):
         return self.shape in random_deepseek.SPARSE
 
     @property
+    def is_spread(self):
+        """Whether ranks share a prefix pool: prefills attend all rows as they are stored, without graphs."""
+        return "dcp_size" in self.options
+
+    @property
     def prompts(self):
         """Prompts, each with the first token whose log-probability is asked for.
 
-        Two of a sparse model are longer than what its indexer selects, and begin alike.
+        Two of a sparse model are longer than what its indexer selects, and begin alike; of ranks, all end
+        within a group.
         """
         if not self.is_sparse:
             return DENSE
-        selected = self.written["index_topk"]
-        long, other = LONG[: selected + 52], LONG[:selected] + tokens(2, 52)
-        return [(tokens(0, 60), 0), (long, selected // 2), (other, selected)]
+        selected, own = self.written["index_topk"], 52 + self.is_spread
+        long, other = LONG[: selected + own], LONG[:selected] + tokens(2, own)
+        return [(tokens(0, 60 + self.is_spread), 0), (long, selected // 2), (other, selected)]
 
 
 BY_US = {"attention_backend": "kvpool_mla"}
@@ -66,6 +72,9 @@ MODELS = {
     "v3-fp8_block_scale": Model("deepseek_v3", "fp8_block_scale"),
     # A selection from fewer tokens, so that prompts can be short.
     "v32-fp4": Model("deepseek_v32", "fp4", {}, {"index_topk": 256}),
+    "v32-fp4-ranks": Model(
+        "deepseek_v32", "fp4", {"tp_size": 2, "dcp_size": 2, "max_total_tokens": 512}, {"index_topk": 256}
+    ),
     "glm5-fp4": Model("glm5", "fp4", {}, {"index_topk": 256}),
     "kimi-fp4": Model("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
 }
@@ -98,6 +107,8 @@ def ask(on_device):
         code += f"model_engine.main({folder!r}, {questions!r}, **{options!r})"
         sparse = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
         environment = sparse if model.is_sparse else {"KVPOOL_PREFILL_READS_ROWS": "1"}
+        if model.is_spread:
+            environment |= {"SGLANG_NCCL_SO_PATH": os.devnull, "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
         done = on_device.run(code, limit_s=900, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stdout + done.stderr}
@@ -132,7 +143,11 @@ def oracle(checkpoint, tmp_path_factory):
 
         def get(model, cases, chunk=CHUNK):
             written = {name: value for name, value in model.written.items() if name != "k_scales"}
-            options = {"layout": model.layout, "chunk": chunk, "reads_own": not model.is_sparse}
+            options = {
+                "layout": model.layout,
+                "chunk": chunk,
+                "reads_own": model.is_spread or not model.is_sparse,
+            }
             options["k_scales"] = model.written.get("k_scales")
             code = "from emulated_cuda import model_oracle\n"
             folder = checkpoint(model.shape, **written)
@@ -208,6 +223,6 @@ def test_tokens_of_graphs_prefixes_and_batches(name, answers):
     found, model = answers(name), MODELS[name]
     assert [a["output_ids"] for a in found["one"]] == [a["output_ids"] for a in found["batch"]]
     assert found["one"][2]["meta_info"]["cached_tokens"] == model.prompts[2][1]
-    for batch in ("Prefill", "Decode"):
+    for batch in ("Prefill", "Decode")[model.is_spread :]:
         assert re.search(f"{batch} batch.*cuda graph: True", found["log"])
     assert "self-check passed" in found["log"]

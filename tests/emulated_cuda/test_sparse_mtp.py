@@ -36,11 +36,17 @@ HITS = {"device hit": "device", "host hit": "host", "file hit": "storage"}
 def ran(on_device, tmp_path_factory):
     """By phase, what Engines of two ranks said to all prompts, and the folder of what they left."""
     folder = tmp_path_factory.mktemp("sparse")
-    model = str(copying_deepseek.write(folder / "model", "deepseek_v32"))
     options = {"kv_cache_layout": "fp4", "tp_size": 2, **OPTIONS, **SPARSE_OPTIONS, **TIER}
+    return serve(on_device, folder, [(phases, options) for phases in SERVERS]), folder
+
+
+def serve(on_device, folder, servers, **written):
+    """What Engines of one checkpoint said, by phase; one after another, over one store below `folder`."""
+    model = str(copying_deepseek.write(folder / "model", "deepseek_v32", **written))
     (folder / "store").mkdir()
-    said = {}
-    for phases in SERVERS:
+    said, later = {}, {}
+    for phases, given in servers:
+        options = given | later
         code = "from emulated_cuda import copying_engine\n"
         code += f"copying_engine.main({model!r}, {str(folder / 'flag')!r}, {phases!r}, **{options!r})"
         done = on_device.run(
@@ -53,8 +59,8 @@ def ran(on_device, tmp_path_factory):
             log.write(done.stdout + done.stderr)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         said |= json.loads(done.stdout.splitlines()[-1])
-        options["cuda_graph_backend_prefill"] = "disabled"  # the next server starts 20 s earlier
-    return said, folder
+        later["cuda_graph_backend_prefill"] = "disabled"  # the next server starts 20 s earlier
+    return said
 
 
 @pytest.fixture

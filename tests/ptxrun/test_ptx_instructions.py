@@ -73,6 +73,8 @@ CASES = {
         *((-3.0, 2.0, -3.0), (2.0, 3.0, 3.0), (-2.0, -3.0, 3.0)),
         *((2.0, NAN, 2.0), (NAN, -2.0, -2.0), (NAN, NAN, NAN)),
     ],
+    "redux.sync.add.s32 %o0, %i0, -1;": [(-3 % 2**32, 16), (4, 16)],
+    "redux.sync.add.u32 %o0, %i0, %i1;": [(1, 0x5555_5555, 16), (2, 0xAAAA_AAAA, 32)],
     "neg.f16x2 %o0, %i0;": [(0x3C00_8000, 0xBC00_0000)],
     "abs.bf16x2 %o0, %i0;": [(0xBF80_4000, 0x3F80_4000)],
     "mov.b32 {%h0, %h1}, %i0; neg.bf16 %h0, %h0; mov.b32 %o0, {%h0, %h1};": [(0x1234_3F80, 0x1234_BF80)],
@@ -85,6 +87,7 @@ CASES = {
 }
 UNKNOWN = [
     *("add.rm.f32 %o0, %i0, %i0;", "add.xorsign.abs.f32 %o0, %i0, %i0;", "neg.ftz.f16x2 %o0, %i0;"),
+    *("redux.sync.min.s32 %o0, %i0, -1;", "redux.sync.add.b32 %o0, %i0, -1;"),
     *("cvt.rn.tf32.f32 %o0, %i0;", "cvt.rna.satfinite.tf32.f32 %o0, %i0;", "cvt.sat.u8.s32 %o0, %i0;"),
 ]
 

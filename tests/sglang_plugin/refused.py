@@ -12,6 +12,7 @@ SHORT = {
     "STEPS": ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
     "DCP": ("--tp-size", "4", "--dcp-size", "2"),
     "OFFLOAD": ("--disaggregation-decode-enable-offload-kvcache", "--hicache-storage-backend", "file"),
+    "CHAIN": ('{"num_nextn_predict_layers":2}',),
     # Queries that are scaled by position.
     "SCALED": ('{"llama_4_scaling":{"original_max_position_embeddings":8192,"beta":0.1}}',),
 }
@@ -132,8 +133,28 @@ dsa cuda fp4 --enable-torch-compile
 DCP = r"""
 mla cpu fp4 DCP
   --dcp-size 2 does not work with --kv-cache-layout fp4 on a CPU: SGLang merges .* GPUs; leave it out
-dsa cuda fp8_block_scale DCP
-  --dcp-size 2 does not .* fp8_block_scale and DeepseekV32ForCausalLM: .*for Blackwell, .*; leave it out
+dsa cuda fp8 DCP DSA tilelang tilelang
+  --dcp-size 2 does not .* fp8 and DeepseekV32ForCausalLM: SGLang stores such rows for tilelang and .*; leave
+dsa-kpool cuda fp4 DCP
+  --dcp-size 2 does not .* fp4 and DeepseekV32ForCausalLM: a pooled index key has tokens of several ranks; le
+dsa-sinks cuda fp4 DCP
+  DeepseekV32.* sinks, .* fp4 with --dcp-size 2; use --kv-cache-layout bf16 and leave out --dcp-size$
+dsa-sinks cuda bf16 DCP
+  DeepseekV32.* sinks, .* bf16 with --dcp-size 2; leave out --dcp-size$
+dsa cuda bf16 DCP DSA flashmla_sparse fa3
+  --dsa-decode-backend fa3 cannot read rows of .* bf16 with --dcp-size 2; leave it out, and both phases use k
+dsa cuda fp8_block_scale DCP --dsa-prefill-backend flashmla_kv
+  --dsa-prefill-backend flashmla_kv cannot read rows of .* fp8_block_scale with --dcp-size 2; leave it out
+dsa cuda bf16 DCP --enable-torch-compile
+  --enable-torch-compile does not .* bf16 with --dcp-size 2: .*fp8_block_scale and leave out --dcp-size, .*or
+dsa cuda fp4 DCP EAGLE --json-model-override-args CHAIN
+  --dcp-size 2 .*: chains of several layers for multi-token prediction have not been tested there; leave it
+dsa cuda fp4 DCP --dcp-replicate-q-proj --dcp-comm-backend a2a
+  --dcp-replicate-q-proj does not work with .* fp4 with --dcp-size 2: .* after it has sized the pool; leave it
+dsa cuda fp4 DCP EAGLE --enable-multi-layer-eagle
+  --dcp-size 2 .* fp4 and --enable-multi-layer-eagle: .*; leave out one of them$
+dsa cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
+  --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 kda cuda bf16 DCP
   --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: .* layers that keep states .*; leave it out
 glm-lite cuda fp4 DCP
@@ -155,6 +176,8 @@ mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
 DCP_CASES = """
 mla cuda fp8 --speculative-algorithm EAGLE
 mla cuda bf16 --enable-deterministic-inference
+dsa cuda fp4 --disaggregation-mode prefill
+dsa cuda fp4 --speculative-algorithm EAGLE3
 """
 SPARSE = r"""
 dsa-glm cuda fp4 --enable-prefill-cp --tp-size 2 --attn-cp-size 2 --cp-strategy zigzag

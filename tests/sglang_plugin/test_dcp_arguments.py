@@ -2,6 +2,7 @@
 
 import pytest
 from codec_oracle import LAYOUTS
+from refused import EAGLE
 
 
 @pytest.fixture
@@ -27,6 +28,55 @@ def test_host_tiers(resolved, capfd, store):
     assert resolved("fp4", *argv).page_size == 64
     said = "sgl-kvpool: --kv-host-sharing rank (--dcp-size 2: ranks of decode context parallelism hold "
     assert said in capfd.readouterr().err
+
+
+@pytest.fixture
+def sparse(serve):
+    """`sparse(layout, *argv)`: the same of a model with sparse attention."""
+    return lambda layout, *argv: serve("dsa", layout, "--tp-size", "4", "--dcp-size", "2", *argv)
+
+
+#: A model's own layer for multi-token prediction as its draft.
+DRAFT = (*EAGLE, "--json-model-override-args", '{"num_nextn_predict_layers": 1}')
+
+
+@pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
+@pytest.mark.parametrize("argv", [(), DRAFT, ("--enable-mixed-chunk",)])
+@pytest.mark.parametrize("layout", ["bf16", "fp8_block_scale", "fp4"])
+def test_our_decode_attends_lists_in_all_phases(sparse, layout, argv, merge):
+    """SGLang uses trtllm, and with a2a, its default for merging on Hopper, weights of all heads."""
+    view = sparse(layout, *argv, "--dcp-comm-backend", merge)
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("flashmla_sparse", "flashmla_sparse")
+    assert view.dcp_replicate_q_proj is False
+    assert (view.attention_backend, view.page_size) == ("dsa", 64)
+
+
+@pytest.mark.parametrize("store", [(), ("--hicache-storage-backend", "file")])
+@pytest.mark.parametrize("argv", [(), DRAFT])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_host_tiers_of_sparse_models(sparse, layout, argv, store):
+    """SGLang refuses a host tier, and drafts beside one."""
+    assert sparse(layout, "--enable-hierarchical-cache", *store, *argv).enable_hierarchical_cache
+    with pytest.raises(NotImplementedError, match="L3 with DCP does not support buffer_only"):
+        sparse(
+            layout, "--enable-hierarchical-cache", "--hicache-storage-backend", "file", *argv,
+            "--hicache-host-memory-mode", "buffer_only",
+        )  # fmt: skip
+
+
+def test_without_a_layout_sglangs_rules_apply(sparse):
+    """In a process whose SGLang is hooked."""
+    sparse("fp4")
+    assert sparse(None).dsa_decode_backend == "trtllm"
+    with pytest.raises(ValueError, match="DSA DCP does not support HiSparse or HiCache"):
+        sparse(None, "--enable-hierarchical-cache")
+
+
+def test_drafts_of_other_checkpoints_are_refused(sparse, checkpoints):
+    with pytest.raises(
+        ValueError, match="--dcp-size 2 .*: a draft of another checkpoint has not been tested"
+    ):
+        sparse("fp4", *EAGLE, "--speculative-draft-model-path", checkpoints["dsa3"])
 
 
 @pytest.mark.parametrize(

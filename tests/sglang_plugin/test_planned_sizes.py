@@ -49,6 +49,11 @@ OTHERS = {
     "whole": ("kimi_k2", None, ["--tp-size", "8"]),
     "parts": ("kimi_k2", None, ["--tp-size", "8", "--dcp-size", "2"]),
     "parts with a layout": ("kimi_k2", "fp4", ["--tp-size", "8", "--dcp-size", "2"]),
+    "sparse parts": (
+        "deepseek_v32",
+        "fp4",
+        ["--tp-size", "8", "--dcp-size", "8", "--speculative-algorithm", "EAGLE", *TIER],
+    ),
     "hybrid pipeline": ("kimi_linear", None, ["--tp-size", "2", "--pp-size", "2"]),
     "heavy pipeline": ("kimi_k2", None, ["--tp-size", "1", "--pp-size", "2"]),
     "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
@@ -215,6 +220,12 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
     of_rows = packed["available_bytes"] - packed["workspace_bytes"]
     assert packed["tokens"] == 2 * (of_rows // (61 * layer_bytes))
     assert packed["attention"]["decode"] == "kvpool_mla"
+    sparse, key_bytes = planned["sparse parts"], 132  # every rank has all keys, and a draft's rows
+    assert sparse["cell_bytes"] == 61 * layer_bytes + 8 * (62 * key_bytes + layer_bytes)
+    of_rows = sparse["available_bytes"] - sparse["workspace_bytes"]
+    assert sparse["tokens"] == 8 * 64 * (of_rows // sparse["cell_bytes"] // 64)
+    assert sparse["host"]["spread_ranks"] == 8
+    assert {sparse["attention"][phase] for phase in ("prefill", "decode")} == {"dsa/kvpool_mla"}
 
 
 @pytest.mark.parametrize(

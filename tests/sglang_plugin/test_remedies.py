@@ -7,8 +7,10 @@ from sgl_kvpool.refusal import Refusal, Way
 from sgl_kvpool.sglang_plugin.rules.features import (
     ARRANGEMENT_FEATURES,
     DCP_FEATURES,
+    DENSE_DCP_FEATURES,
     DRAFT_FEATURES,
     LAYOUT_FEATURES,
+    SPARSE_DCP_FEATURES,
 )
 
 CASES = [*cases()]
@@ -57,7 +59,7 @@ def test_features_that_sglang_refuses_alone(resolve, checkpoints, flag):
     ("features", "beside"),
     [
         ((*LAYOUT_FEATURES, *ARRANGEMENT_FEATURES), "--"),
-        (DCP_FEATURES, "--dcp-size"),
+        ((*DCP_FEATURES, *DENSE_DCP_FEATURES, *SPARSE_DCP_FEATURES), "--dcp-size"),
         (DRAFT_FEATURES, "--speculative-algorithm"),
     ],
 )

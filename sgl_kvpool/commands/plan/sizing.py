@@ -270,8 +270,12 @@ def _attention(server: Server) -> dict[str, str]:
     pair = view.dsa_prefill_backend, view.dsa_decode_backend
     if layout is not None:
         pair = table_names(layout, *pair, ours=is_ours(layout, view.dcp_size))
+    why = _why(layout, pair[1] == KVPOOL_DECODE, sparse=True)
+    if layout is not None and view.dcp_size > 1:
+        pair = KVPOOL_DECODE, KVPOOL_DECODE
+        why = f"stored rows by {KVPOOL_DECODE}; SGLang's kernel for rows of several ranks is for Blackwell"
     prefill, decode = (f"{DSA_BACKEND}/{name}" for name in pair)
-    return {"prefill": prefill, "decode": decode, "why": _why(layout, pair[1] == KVPOOL_DECODE, sparse=True)}
+    return {"prefill": prefill, "decode": decode, "why": why}
 
 
 def _why(layout: MLAKVCacheLayout | None, is_ours: bool, *, sparse: bool) -> str:

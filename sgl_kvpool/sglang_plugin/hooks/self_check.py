@@ -107,7 +107,9 @@ def _local_checks(runner: Any) -> Iterator[str]:
             elif dsa.reader_of(backend) is not None:
                 # SGLang's sparse backend needs a model's indexer, so the check calls the backend's reader.
                 attend = partial(dsa.attend, backend)
-                yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, attend)
+                found = check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, attend)
+                ranks = backend.dcp_size
+                yield found + (f" with the heads of {ranks} ranks" if ranks > 1 else "")
 
 
 def _nested(backend: Any) -> list[Any]:

@@ -163,7 +163,7 @@ def _hook_sparse_ranks(server: Server) -> None:
 
 @around(f"{_ARG_GROUPS}.model_overrides.deepseek_v2._dsa_dcp_overrides", "sparse attention of several ranks")
 def _dsa_dcp_overrides(original, cfg):
-    """With a layout nothing: our rules have refused what does not work, and declared the implementations.
+    """With a layout, our rules decide.
 
     SGLang refuses a host tier, which would take index keys for rows.
     """

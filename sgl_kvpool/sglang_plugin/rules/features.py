@@ -194,7 +194,7 @@ SPARSE_DCP_FEATURES = (
     ),
     Feature(
         "speculative_algorithm",
-        "only a model's own layer for multi-token prediction has been tested as its draft",
+        "only a model's own MTP layer has been tested as its draft",
         in_use=lambda name: (name or "EAGLE").upper() not in ("EAGLE", "NEXTN"),
         values="other than `EAGLE`, `NEXTN`",
     ),

@@ -197,6 +197,10 @@ void select(Module& m, Inst& in) {
   } else if (n == "shfl") {
     only({"sync", "bfly", "idx", "up", "down"});
     set(w_shfl, C_SHUFFLE, has("bfly") ? 1 : has("up") ? 2 : has("down") ? 3 : 0);
+  } else if (n == "redux") {
+    only({"sync", "add"});
+    if (!has("add") || (in.t != S32 && in.t != U32)) unknown("operation");
+    set(w_redux, C_SHUFFLE);
   } else if (n == "elect") {
     if (in.o[0].k != VEC) unknown("operands");
     set(w_elect, C_SHUFFLE);

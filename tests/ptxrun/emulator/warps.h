@@ -161,6 +161,15 @@ HANDLER(w_shfl) {  // in.a: 0 idx, 1 bfly, 2 up, 3 down
   }
 }
 
+HANDLER(w_redux) {
+  members(x, w, in, in.o[2], m);
+  const u64 *a = x.rd(w, in, 1, m), *k = x.rd(w, in, 2, m);
+  u64 r[32] = {};
+  lanes(m, [&](int l) { lanes((u32)k[l] & m, [&](int j) { r[l] = (u32)(r[l] + a[j]); }); });
+  u64* d = x.wr(w, in, 0, m);
+  lanes(m, [&](int l) { d[l] = r[l]; });
+}
+
 HANDLER(w_elect) {
   members(x, w, in, in.o[1], m);
   int f = std::countr_zero(m);
