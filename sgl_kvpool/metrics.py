@@ -46,6 +46,7 @@ class Metric:
 
 
 _TRANSFER = ("direction", "engine")
+_SAMPLED = ("rows", "part", "layers")
 #: Metrics by the key under which `sgl_kvpool.metrics` sets them.
 METRICS = {
     "info": Metric(
@@ -75,6 +76,29 @@ METRICS = {
         "sgl_kvpool_uncached_pages",
         "Pages that were not backed up, not stored or not found, by reason",
         ("reason",),
+    ),
+    "sampled": Metric(
+        "sgl_kvpool_sampled_prefills",
+        "Prefills whose stored rows were compared, eager or replayed by a CUDA graph; unseen: not compared",
+        ("kind",),
+    ),
+    "relative_error": Metric(
+        "sgl_kvpool_relative_error",
+        "Error of stored values relative to them (root of summed squares), in the latest sampled prefill",
+        _SAMPLED,
+        gauge_mode="livemostrecent",
+    ),
+    "clamped": Metric(
+        "sgl_kvpool_clamped_blocks",
+        "Share of blocks (values with one scale, or of one token) with a value above the largest stored one",
+        _SAMPLED,
+        gauge_mode="livemostrecent",
+    ),
+    "zeroed": Metric(
+        "sgl_kvpool_zeroed_values",
+        "Share of the nonzero values that are stored as zero",
+        _SAMPLED,
+        gauge_mode="livemostrecent",
     ),
 }
 
@@ -222,6 +246,19 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
     _metrics["seconds"].labels(direction, engine).inc(seconds)
     if seconds > 0:
         _metrics["rate"].labels(direction, engine).set(size_bytes / seconds / 1e9)
+
+
+def sampled(kind: str) -> None:
+    """Count a prefill of `--kv-error-sample`."""
+    if _metrics:
+        _metrics["sampled"].labels(kind).inc()
+
+
+def error(rows: str, part: str, layers: str, **shares: float) -> None:
+    """Set what a sampled prefill showed of a `part` of the rows of `device` or `host` in some layers."""
+    for key, share in shares.items():
+        if _metrics:
+            _metrics[key].labels(rows, part, layers).set(share)
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:

@@ -87,6 +87,8 @@ mla cuda fp4 EAGLE --enable-multi-layer-eagle
 HOST_TIER = r"""
 mla cuda fp4 --kv-host-sharing rank
   --kv-host-sharing rank .* does nothing without --enable-hierarchical-cache
+mla cpu fp4 --kv-error-sample 512
+  --kv-error-sample 512 .* does nothing without --enable-metrics; add that, or leave it out$
 mla cuda fp4 TIER --kv-host-sharing node --pp-size 2 --tp-size 2
   --kv-host-sharing node does not work with --pp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda fp4 TIER --kv-host-layout fp8_block_scale

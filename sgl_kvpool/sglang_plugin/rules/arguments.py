@@ -137,6 +137,16 @@ def check_tier(server: Server) -> None:
         check_without_tier(server)
 
 
+def check_error_sample(server: Server) -> None:
+    """Refuse samples that no metrics would show."""
+    option = options.ERROR_SAMPLE
+    if (every := server.config.requests(option)) != option.default and not server.view.enable_metrics:
+        raise Refusal(
+            f"{option.flag} {every} (or {option.env}) does nothing without --enable-metrics",
+            *(Way("add that", add=("--enable-metrics",)), leave_out(option.flag)),
+        )
+
+
 def check_without_layout(server: Server) -> None:
     """Refuse options and backends that need a layout."""
     plain = f"{options.LAYOUT.flag} {MLAKVCacheLayout.BF16}"
@@ -191,5 +201,6 @@ RULES: tuple[Callable[[Server], None], ...] = (
     check_numbers,
     check_page,
     check_tier,
+    check_error_sample,
 )
 RULES_OF_STOCK = (check_without_layout,)

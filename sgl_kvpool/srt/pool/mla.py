@@ -10,9 +10,12 @@ with slots, the pool indexes with row numbers (`slot_to_row`), and moves, sizes 
 the whole buffer instead of a loop over layers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -26,6 +29,9 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.facts.readers import check_readers
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
+
+if TYPE_CHECKING:
+    from sgl_kvpool.srt.pool.error_sample import ErrorSample
 
 #: torch dtypes for the `kv_cache_dtype` that SGLang sees.
 SGLANG_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
@@ -46,6 +52,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     #: The buffer of all layers, `[pages, page_bytes]` int8, in which `placement` says where rows lie; None if
     #: each layer has its own, as SGLang allocates them.
     cross_layer: torch.Tensor | None = None
+    #: What compares stored rows with their values, with `--kv-error-sample`.
+    error_sample: ErrorSample | None = None
 
     def __init__(self, *args, options: PoolOptions, **kwargs):
         self.options = options  # the base class's constructor calls _create_buffers
@@ -221,9 +229,11 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         index = self._index(layer_id)
         if self._stock_writers or self.dcp_size > 1:  # which SGLang's method refuses
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
-            return
         k_nope, k_rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
-        self._store(index, layer_id, loc_info, k_nope, k_rope, "set_kv_buffer")
+        if not self._stock_writers:
+            self._store(index, layer_id, loc_info, k_nope, k_rope, "set_kv_buffer")
+        if self.error_sample is not None:
+            self.error_sample.take(index, loc_info, k_nope, k_rope)
 
     @overrides
     def set_mla_kv_buffer(
@@ -245,8 +255,10 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
             return
         if self._stock_writers:
             super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
-            return
-        self._store(index, layer_id, loc_info, cache_k_nope, cache_k_rope, "set_mla_kv_buffer")
+        else:
+            self._store(index, layer_id, loc_info, cache_k_nope, cache_k_rope, "set_mla_kv_buffer")
+        if self.error_sample is not None:
+            self.error_sample.take(index, loc_info, cache_k_nope, cache_k_rope)
 
     @property
     def _stock_writers(self) -> bool:
