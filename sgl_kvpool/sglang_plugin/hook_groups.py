@@ -147,6 +147,12 @@ GROUPS = (
         modules=("srt.pool.error_sample",),
         is_used=lambda server: server.config.requests(ERROR_SAMPLE) != ERROR_SAMPLE.default,
     ),
+    HookGroup(
+        "canary",
+        "--kv-canary",
+        modules=("srt.pool.canary",),
+        is_used=lambda server: server.view.kv_canary != "none",
+    ),
     HookGroup("metrics", "--enable-metrics", is_used=lambda server: server.view.enable_metrics),
 )
 

@@ -68,7 +68,7 @@ NUMBERS = (
 _TIER_SIZE = Number("hicache_size", "number of GB", least=0)
 _TIER_RATIO = Number("hicache_ratio", "number of host tokens per token of the pool", most=inf)
 
-fields(*(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
+fields("kv_canary", *(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
 
 
 def check(server_args: Any) -> options.KVPoolConfig:
@@ -147,6 +147,22 @@ def check_error_sample(server: Server) -> None:
         )
 
 
+def check_canary(server: Server) -> None:
+    """Refuse SGLang's canary where rows move and its hashes, which it keeps by slot, stay behind."""
+    mode = server.view.kv_canary
+    for is_used, what in (
+        (server.has_host_tier, "a host tier"),
+        (server.disaggregates, "--disaggregation-mode"),
+        (server.view.dcp_size > 1, "--dcp-size"),
+    ):
+        if is_used and mode != "none":
+            raise Refusal(
+                f"--kv-canary {mode} does not work with {options.LAYOUT.flag} {server.layout} and {what}: "
+                "rows move, and the hashes of their slots do not",
+                leave_out("--kv-canary"),
+            )
+
+
 def check_without_layout(server: Server) -> None:
     """Refuse options and backends that need a layout."""
     plain = f"{options.LAYOUT.flag} {MLAKVCacheLayout.BF16}"
@@ -202,5 +218,6 @@ RULES: tuple[Callable[[Server], None], ...] = (
     check_page,
     check_tier,
     check_error_sample,
+    check_canary,
 )
 RULES_OF_STOCK = (check_without_layout,)
