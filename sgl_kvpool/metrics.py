@@ -46,7 +46,6 @@ class Metric:
 
 
 _TRANSFER = ("direction", "engine")
-_SAMPLED = ("rows", "part", "layers")
 #: Metrics by the key under which `sgl_kvpool.metrics` sets them.
 METRICS = {
     "info": Metric(
@@ -82,24 +81,20 @@ METRICS = {
         "Prefills whose stored rows were compared, eager or replayed by a CUDA graph; unseen: not compared",
         ("kind",),
     ),
-    "relative_error": Metric(
-        "sgl_kvpool_relative_error",
-        "Error of stored values relative to them (root of summed squares), in the latest sampled prefill",
-        _SAMPLED,
-        gauge_mode="livemostrecent",
-    ),
-    "clamped": Metric(
-        "sgl_kvpool_clamped_blocks",
-        "Share of blocks (values with one scale, or of one token) with a value above the largest stored one",
-        _SAMPLED,
-        gauge_mode="livemostrecent",
-    ),
-    "zeroed": Metric(
-        "sgl_kvpool_zeroed_values",
-        "Share of the nonzero values that are stored as zero",
-        _SAMPLED,
-        gauge_mode="livemostrecent",
-    ),
+    **{
+        key: Metric(f"sgl_kvpool_{key}", text, ("rows", "part", "layers"), gauge_mode="livemostrecent")
+        for key, text in (
+            (
+                "relative_error",
+                "Norm of the errors of stored values over the values', latest sampled prefill",
+            ),
+            (
+                "clamped_blocks",
+                "Share of blocks (values of a scale, or a token) with a value beyond the largest",
+            ),
+            ("zeroed_values", "Share of the nonzero values that are stored as zero"),
+        )
+    },
 }
 
 #: Failures that the server survives, by kind.
@@ -249,16 +244,14 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
 
 
 def sampled(kind: str) -> None:
-    """Count a prefill of `--kv-error-sample`."""
-    if _metrics:
-        _metrics["sampled"].labels(kind).inc()
+    """Count a prefill of `--kv-error-sample`, with which metrics are exposed."""
+    _metrics["sampled"].labels(kind).inc()
 
 
-def error(rows: str, part: str, layers: str, **shares: float) -> None:
-    """Set what a sampled prefill showed of a `part` of the rows of `device` or `host` in some layers."""
-    for key, share in shares.items():
-        if _metrics:
-            _metrics[key].labels(rows, part, layers).set(share)
+def shown(*labels: str, **values: float) -> None:
+    """Set gauges by their keys in `METRICS`."""
+    for key, value in values.items():
+        _metrics[key].labels(*labels).set(value)
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:

@@ -142,15 +142,11 @@ GROUPS = (
         for backend in ("mooncake", "nixl")
     ),
     HookGroup(
-        "error samples",
-        ERROR_SAMPLE.flag,
-        modules=("srt.pool.error_sample",),
+        *("error samples", ERROR_SAMPLE.flag, ("srt.pool.error_sample",)),
         is_used=lambda server: server.config.requests(ERROR_SAMPLE) != ERROR_SAMPLE.default,
     ),
     HookGroup(
-        "canary",
-        "--kv-canary",
-        modules=("srt.pool.canary",),
+        *("canary", "--kv-canary", ("srt.pool.canary",)),
         is_used=lambda server: server.view.kv_canary != "none",
     ),
     HookGroup("metrics", "--enable-metrics", is_used=lambda server: server.view.enable_metrics),

@@ -149,18 +149,13 @@ def check_error_sample(server: Server) -> None:
 
 def check_canary(server: Server) -> None:
     """Refuse SGLang's canary where rows move and its hashes, which it keeps by slot, stay behind."""
-    mode = server.view.kv_canary
-    for is_used, what in (
-        (server.has_host_tier, "a host tier"),
-        (server.disaggregates, "--disaggregation-mode"),
-        (server.view.dcp_size > 1, "--dcp-size"),
-    ):
-        if is_used and mode != "none":
-            raise Refusal(
-                f"--kv-canary {mode} does not work with {options.LAYOUT.flag} {server.layout} and {what}: "
-                "rows move, and the hashes of their slots do not",
-                leave_out("--kv-canary"),
-            )
+    moves = server.has_host_tier or server.disaggregates or server.view.dcp_size > 1
+    if moves and (mode := server.view.kv_canary) != "none":
+        raise Refusal(
+            f"--kv-canary {mode} does not work with {options.LAYOUT.flag} and a host tier, disaggregation or "
+            "--dcp-size: rows move, and the hashes of their slots do not",
+            leave_out("--kv-canary"),
+        )
 
 
 def check_without_layout(server: Server) -> None:

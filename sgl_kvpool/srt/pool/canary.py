@@ -25,16 +25,10 @@ def attach(
     sources = [_source(rows, index, read_bytes) for index in layers] if read_bytes else []
     head, tail = (alloc_canary_buf(num_slots=rows.size + rows.page_size, device=device) for _ in range(2))
     group = CanaryBufferGroup(
-        kind=PoolKind.FULL,
-        k_head=head,
-        k_tail=tail,
-        v_head=None,
-        v_tail=None,
-        real_kv_sources_k=tuple(sources),
-        real_kv_sources_v=(),
-        swa_index_lut=None,
+        kind=PoolKind.FULL, k_head=head, k_tail=tail, v_head=None, v_tail=None, swa_index_lut=None,
+        real_kv_sources_k=tuple(sources), real_kv_sources_v=(),
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
-    )
+    )  # fmt: skip
     return (group,)
 
 

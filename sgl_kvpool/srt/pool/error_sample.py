@@ -6,7 +6,6 @@ read back after they are stored, not encoded again, so that wrong writers and sc
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,14 +89,20 @@ class ErrorSample:
         valid = (self._rows > 0).unsqueeze(-1)
         values = torch.where(valid, self._values, 0).float()
         stored = torch.where(valid, self._stored, 0)
-        sums = {}
+        sums, rank = {}, self._pool.kv_lora_rank
         for name, fmt in self._formats.items():
             if name == "host":  # converted through bf16, like a page
-                flat = stored.to(torch.bfloat16).flatten(0, 1).split(_widths(fmt), -1)
-                rows = encode_rows(flat[0], flat[1] if fmt.rope else None, fmt)
+                bf16 = stored.bfloat16().flatten(0, 1)
+                rows = encode_rows(bf16[:, :rank], bf16[:, rank:], fmt)
                 stored = decode_rows(rows, fmt, torch.float32).view_as(stored)
-            for part, *compared in _parts(fmt, values, stored):
-                sums[name, part] = self._compare(fmt, part, valid, *compared)
+            for part, cut, encoding, block in (
+                ("latent", slice(rank), fmt.layout.latent, fmt.scale_block_values or rank),
+                ("rope", slice(rank, fmt.head_dim), fmt.layout.rope, fmt.qk_rope_head_dim),
+            ):
+                if block:
+                    sums[name, part] = self._compare(
+                        encoding, valid, values[..., cut], stored[..., cut], block
+                    )
         host = {key: found.to("cpu", non_blocking=True) for key, found in sums.items()}
         event = torch.cuda.Event() if values.is_cuda else None
         if event is not None:
@@ -105,11 +110,12 @@ class ErrorSample:
         self._pending = host, event
         del self._values, self._stored, self._rows
 
-    def _compare(self, fmt, part: str, valid, values, stored, block: int) -> torch.Tensor:
-        """Norms and counts over the tokens of each layer, float64 `[6, layers]`."""
-        pool, encoding = self._pool, fmt.layout.latent if part == "latent" else fmt.layout.rope
-        scales = [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)]
-        largest = torch.tensor([_largest(encoding, k_scale) for k_scale in scales]).view(-1, 1, 1)
+    def _compare(self, encoding: SegmentEncoding, valid, values, stored, block: int) -> torch.Tensor:
+        """Norms and counts over the tokens of each layer, float64 `[6, layers]`; `block` values make one."""
+        layers = range(self._pool.start_layer, self._pool.start_layer + self._pool.layer_num)
+        scales = [self._pool.k_scale(layer) if encoding.uses_k_scale else 1.0 for layer in layers]
+        most = _LARGEST_CODE[encoding.values] * _LARGEST_SCALE[encoding.scales]
+        largest = torch.tensor([most * k_scale for k_scale in scales]).view(-1, 1, 1)
         largest = largest.to(values.device, non_blocking=True)
         nonzero, blocks = values != 0, values.abs().unflatten(-1, (-1, block)).amax(-1)
         counts = (blocks > largest, valid, nonzero, nonzero & (stored == 0))
@@ -126,31 +132,9 @@ class ErrorSample:
                 error, size = norms.square().sum(1).sqrt().tolist()
                 clamped, tokens, nonzero, zeroed = counts.sum(1).tolist()
                 if tokens:
-                    metrics.error(
+                    metrics.shown(
                         *(rows, part, f"{int(ids[0])}-{int(ids[-1])}"),
                         relative_error=error / size if size else 0.0,
-                        clamped=clamped / (tokens * blocks),
-                        zeroed=zeroed / nonzero if nonzero else 0.0,
+                        clamped_blocks=clamped / (tokens * blocks),
+                        zeroed_values=zeroed / nonzero if nonzero else 0.0,
                     )
-
-
-def _widths(fmt: RowFormat) -> tuple[int, int]:
-    return fmt.kv_lora_rank, fmt.qk_rope_head_dim
-
-
-def _parts(fmt: RowFormat, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Latent and rope of tensors, with the values of a block: those that share a scale, or all."""
-    for part, width, *cut in zip(
-        ("latent", "rope"), _widths(fmt), *(x.split(_widths(fmt), -1) for x in tensors), strict=True
-    ):
-        if width:
-            yield part, *cut, (fmt.scale_block_values if part == "latent" else 0) or width
-
-
-def _largest(encoding: SegmentEncoding, k_scale: float) -> float:
-    """Largest magnitude that a part of a row can store."""
-    return (
-        _LARGEST_CODE[encoding.values]
-        * _LARGEST_SCALE[encoding.scales]
-        * (k_scale if encoding.uses_k_scale else 1)
-    )

@@ -10,12 +10,10 @@ with slots, the pool indexes with row numbers (`slot_to_row`), and moves, sizes 
 the whole buffer instead of a loop over layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -29,9 +27,6 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt import overrides
 from sgl_kvpool.srt.facts.readers import check_readers
 from sgl_kvpool.srt.pool.row_pool import PoolOptions, RowPool, RowWriteLoc
-
-if TYPE_CHECKING:
-    from sgl_kvpool.srt.pool.error_sample import ErrorSample
 
 #: torch dtypes for the `kv_cache_dtype` that SGLang sees.
 SGLANG_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
@@ -52,8 +47,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     #: The buffer of all layers, `[pages, page_bytes]` int8, in which `placement` says where rows lie; None if
     #: each layer has its own, as SGLang allocates them.
     cross_layer: torch.Tensor | None = None
-    #: What compares stored rows with their values, with `--kv-error-sample`.
-    error_sample: ErrorSample | None = None
+    #: The `ErrorSample` of a server with `--kv-error-sample`.
+    error_sample: Any = None
 
     def __init__(self, *args, options: PoolOptions, **kwargs):
         self.options = options  # the base class's constructor calls _create_buffers

@@ -14,8 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin.hooks.error_sample import _forward
-from sgl_kvpool.sglang_plugin.options import ERROR_SAMPLE, request
+from sgl_kvpool.sglang_plugin.hooks.pools import _forward
+from sgl_kvpool.sglang_plugin.options import ERROR_SAMPLE, record
 from sgl_kvpool.srt.pool import mla
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -43,7 +43,7 @@ class Runner:
 
     def __init__(self, pool, every="64"):
         self.server_args, self.is_draft_worker, self.token_to_kv_pool = SimpleNamespace(), False, pool
-        request(self.server_args, {ERROR_SAMPLE: every})
+        record(self.server_args, requested={ERROR_SAMPLE.name: every})
 
     def forward(self, values, slots=SLOTS, mode=ForwardMode.EXTEND, graph=False):
         def original(self, batch):
@@ -69,37 +69,32 @@ def values_of(pool, latent=1.0, rope=4.0):
 
 
 def expected(layers, name, host, k_scales, double):
-    """Metric -> (rows, part, group of layers) -> value, by the oracle from the values of each layer."""
+    """(Metric, rows, part, group of layers) -> value, by the oracle from the values of each layer."""
     found = {}
-    for place in dict.fromkeys(("device", host and "host")):
-        if place is None:
-            continue
-        for group in np.array_split(list(layers), min(8, len(layers))):
-            given, stored = [], []
-            for layer in group:
-                nope, rope = (x[SAMPLED] for x in layers[layer])
-                k = k_scales.get(layer, 1.0)
-                rows = oracle.encode(nope, rope, name, 512, 64, oracle.row_bytes(name), k)
-                if double and layer == FAULTY:
-                    double_scales(rows, name)
-                back = oracle.decode(rows, name, 512, 64, k)
-                if place == "host":
-                    bf16 = oracle.cast(back, torch.bfloat16)
-                    rows = oracle.encode(bf16[:, :512], bf16[:, 512:], host, 512, 64, oracle.row_bytes(host))
-                    back = oracle.decode(rows, host, 512, 64)
-                given.append(np.concatenate([nope.float().numpy(), rope.float().numpy()], 1) / 1.0)
-                stored.append(back)
-            layout = host if place == "host" else name
-            for part, cut, numbers in zip(
-                ("latent", "rope"), (slice(512), slice(512, 576)), oracle.STORED[layout], strict=True
-            ):
-                x, y = (np.concatenate(one)[:, cut].astype(np.float64) for one in (given, stored))
+    for group in np.array_split(list(layers), min(8, len(layers))):
+        compared = []
+        for layer in group:
+            nope, rope = (x[SAMPLED] for x in layers[layer])
+            given, k = torch.cat((nope, rope), 1).float().numpy(), k_scales.get(layer, 1.0)
+            rows = oracle.encode(nope, rope, name, 512, 64, oracle.row_bytes(name), k)
+            if double and layer == FAULTY:
+                double_scales(rows, name)
+            compared.append([given, oracle.decode(rows, name, 512, 64, k)])
+            if host:
+                bf16 = oracle.cast(compared[-1][1], torch.bfloat16)
+                rows = oracle.encode(bf16[:, :512], bf16[:, 512:], host, 512, 64, oracle.row_bytes(host))
+                compared[-1].append(oracle.decode(rows, host, 512, 64))
+        x, *stored = (np.concatenate(one).astype(np.float64) for one in zip(*compared, strict=True))
+        for place, layout, y in zip(("device", "host"), (name, host), stored, strict=False):
+            parts = zip(("latent", "rope"), (slice(512), slice(512, 576)), oracle.STORED[layout], strict=True)
+            for part, cut, numbers in parts:
                 limit = LARGEST.get(numbers, np.inf) * (k_scales.get(group[0], 1.0) if "/" in numbers else 1)
-                blocks = np.abs(x).reshape(-1, oracle.PARTS[numbers][1] or x.shape[1]).max(1)
+                blocks = np.abs(x[:, cut]).reshape(-1, oracle.PARTS[numbers][1] or x[:, cut].shape[1]).max(1)
                 key = (place, part, f"{group[0]}-{group[-1]}")
-                found["relative_error", *key] = np.sqrt(((x - y) ** 2).sum() / (x**2).sum())
+                error, size = ((z[:, cut] ** 2).sum() for z in (x - y, x))
+                found["relative_error", *key] = np.sqrt(error / size)
                 found["clamped_blocks", *key] = (blocks > limit).mean()
-                found["zeroed_values", *key] = (y[x != 0] == 0).mean()
+                found["zeroed_values", *key] = (y[:, cut][x[:, cut] != 0] == 0).mean()
     return found
 
 
