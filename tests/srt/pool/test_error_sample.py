@@ -41,6 +41,9 @@ def shown(monkeypatch):
 class Runner:
     """What the hook reads of SGLang's ModelRunner; a forward stores given values in every layer."""
 
+    #: Layers whose latent and rope SGLang passes as one tensor.
+    combined = ()
+
     def __init__(self, pool, every="64"):
         self.server_args, self.is_draft_worker, self.token_to_kv_pool = SimpleNamespace(), False, pool
         record(self.server_args, requested={ERROR_SAMPLE.name: every})
@@ -48,10 +51,11 @@ class Runner:
     def forward(self, values, slots=SLOTS, mode=ForwardMode.EXTEND, graph=False):
         def original(self, batch):
             for layer, (nope, rope) in values.items():
-                loc = KVWriteLoc(slots)
-                self.token_to_kv_pool.set_mla_kv_buffer(
-                    SimpleNamespace(layer_id=layer), loc, nope[:, None], rope[:, None]
-                )
+                pool, where = self.token_to_kv_pool, (SimpleNamespace(layer_id=layer), KVWriteLoc(slots))
+                if layer in self.combined:
+                    pool.set_kv_buffer(*where, torch.cat((nope, rope), 1)[:, None], None)
+                else:
+                    pool.set_mla_kv_buffer(*where, nope[:, None], rope[:, None])
             return SimpleNamespace(can_run_graph=graph)
 
         return _forward(original, self, SimpleNamespace(forward_mode=mode))
@@ -138,6 +142,7 @@ def test_metrics_are_those_of_the_oracle(shown, monkeypatch, case):
 
         monkeypatch.setattr(mla, "store_rows", damaging)
     values, runner = values_of(pool, latent, rope), Runner(pool)
+    runner.combined = (pools.START + 2,)
     runner.forward(values)
     runner.forward(values)  # publishes the sample of the first
     wanted = expected(values, name, host, k_scales, double)
