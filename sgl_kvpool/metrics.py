@@ -46,6 +46,11 @@ class Metric:
 
 
 _TRANSFER = ("direction", "engine")
+_ERRORS = {
+    "relative_error": "Norm of the errors of stored values over the values', latest sampled prefill",
+    "clamped_blocks": "Share of blocks (values of a scale, or a token) with a value beyond the largest",
+    "zeroed_values": "Share of the nonzero values that are stored as zero",
+}
 #: Metrics by the key under which `sgl_kvpool.metrics` sets them.
 METRICS = {
     "info": Metric(
@@ -76,24 +81,10 @@ METRICS = {
         "Pages that were not backed up, not stored or not found, by reason",
         ("reason",),
     ),
-    "sampled": Metric(
-        "sgl_kvpool_sampled_prefills",
-        "Prefills whose stored rows were compared, eager or replayed by a CUDA graph; unseen: not compared",
-        ("kind",),
-    ),
+    "sampled": Metric("sgl_kvpool_sampled_prefills", "Prefills compared, or unseen, by kind", ("kind",)),
     **{
         key: Metric(f"sgl_kvpool_{key}", text, ("rows", "part", "layers"), gauge_mode="livemostrecent")
-        for key, text in (
-            (
-                "relative_error",
-                "Norm of the errors of stored values over the values', latest sampled prefill",
-            ),
-            (
-                "clamped_blocks",
-                "Share of blocks (values of a scale, or a token) with a value beyond the largest",
-            ),
-            ("zeroed_values", "Share of the nonzero values that are stored as zero"),
-        )
+        for key, text in _ERRORS.items()
     },
 }
 

@@ -145,10 +145,7 @@ GROUPS = (
         *("error samples", ERROR_SAMPLE.flag, ("srt.pool.error_sample",)),
         is_used=lambda server: server.config.requests(ERROR_SAMPLE) != ERROR_SAMPLE.default,
     ),
-    HookGroup(
-        *("canary", "--kv-canary", ("srt.pool.canary",)),
-        is_used=lambda server: server.view.kv_canary != "none",
-    ),
+    HookGroup("canary", "--kv-canary", ("srt.pool.canary",), lambda server: server.view.kv_canary != "none"),
     HookGroup("metrics", "--enable-metrics", is_used=lambda server: server.view.enable_metrics),
 )
 

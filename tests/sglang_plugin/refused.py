@@ -89,9 +89,11 @@ mla cuda fp4 --kv-host-sharing rank
   --kv-host-sharing rank .* does nothing without --enable-hierarchical-cache
 mla cpu fp4 --kv-error-sample 512
   --kv-error-sample 512 .* does nothing without --enable-metrics; add that, or leave it out$
-mla cpu fp4 TIER --kv-canary log
-  --kv-canary log does not work with --kv-cache-layout and a host tier, .*; leave it out$
-mla cpu bf16 --kv-canary raise --disaggregation-mode prefill
+mla cpu fp4 --kv-canary log
+  --kv-canary log does not work with --kv-cache-layout on a CPU, .*; leave it out$
+mla cuda fp4 TIER --kv-canary log
+  --kv-canary log does not work with .* or with a host tier, .*; leave it out$
+mla cuda bf16 --kv-canary raise --disaggregation-mode prefill
   --kv-canary raise does not .*, disaggregation or .*; leave it out$
 mla cuda fp4 TIER --kv-host-sharing node --pp-size 2 --tp-size 2
   --kv-host-sharing node does not work with --pp-size 2: .*; leave out --kv-host-sharing, or give rank$

@@ -149,27 +149,17 @@ def _forward(original, self, forward_batch, *args, **kwargs):
     pool = self.token_to_kv_pool.row_pool
     if pool.error_sample is None:
         pool.error_sample = ErrorSample(pool, int(config_of(self.server_args).requests(ERROR_SAMPLE)))
-    is_sampled = pool.error_sample.begin()
+    pool.error_sample.begin()
     output = original(self, forward_batch, *args, **kwargs)
-    if is_sampled:
-        pool.error_sample.end("replayed" if output.can_run_graph else "eager")
+    pool.error_sample.end("replayed" if output.can_run_graph else "eager")
     return output
-
-
-uses(
-    "sglang.srt.kv_canary.pool_patcher.api.register_pool_attacher", "canary", takes=("pool_class", "attacher")
-)
 
 
 @installs("canary")
 def _register_with_canary() -> None:
-    from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
+    from sgl_kvpool.srt.pool import canary
 
-    from sgl_kvpool.srt.pool import canary, dsa, hybrid, mla
-
-    register_pool_attacher(mla.LayoutMLATokenToKVPool, canary.attach)
-    register_pool_attacher(dsa.LayoutDSATokenToKVPool, canary.attach)
-    register_pool_attacher(hybrid.LayoutHybridLinearKVPool, canary.attach)
+    canary.register()
 
 
 # The class that the builder of pools finds by its global name and constructs.

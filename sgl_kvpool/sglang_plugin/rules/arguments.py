@@ -148,12 +148,12 @@ def check_error_sample(server: Server) -> None:
 
 
 def check_canary(server: Server) -> None:
-    """Refuse SGLang's canary where rows move and its hashes, which it keeps by slot, stay behind."""
+    """Refuse SGLang's canary on CPUs, and where rows move and its hashes, which it keeps by slot, stay."""
     moves = server.has_host_tier or server.disaggregates or server.view.dcp_size > 1
-    if moves and (mode := server.view.kv_canary) != "none":
+    if (moves or server.view.device == "cpu") and (mode := server.view.kv_canary) != "none":
         raise Refusal(
-            f"--kv-canary {mode} does not work with {options.LAYOUT.flag} and a host tier, disaggregation or "
-            "--dcp-size: rows move, and the hashes of their slots do not",
+            f"--kv-canary {mode} does not work with {options.LAYOUT.flag} on a CPU, for SGLang's kernels, or "
+            "with a host tier, disaggregation or --dcp-size: rows move, and the hashes of their slots do not",
             leave_out("--kv-canary"),
         )
 

@@ -10,7 +10,16 @@ import torch
 from sglang.kernels.ops.kv_canary.consts import MAX_REAL_KV_SOURCES
 from sglang.kernels.ops.kv_canary.verify import RealKvSource
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
 from sglang.srt.kv_canary.pool_patcher.buffer_alloc import alloc_canary_buf
+
+from sgl_kvpool.srt.pool import dsa, hybrid, mla
+
+
+def register() -> None:
+    """Let the canary take pools of rows."""
+    for one in (mla.LayoutMLATokenToKVPool, dsa.LayoutDSATokenToKVPool, hybrid.LayoutHybridLinearKVPool):
+        register_pool_attacher(one, attach)
 
 
 def attach(
@@ -21,7 +30,7 @@ def attach(
     ValueError for rows whose bytes are not a multiple of 16, with `read_bytes` above 0.
     """
     rows = pool.row_pool
-    layers = range(0, rows.layer_num, -(-rows.layer_num // MAX_REAL_KV_SOURCES) or 1)
+    layers = range(0, rows.layer_num, -(-rows.layer_num // MAX_REAL_KV_SOURCES))
     sources = [_source(rows, index, read_bytes) for index in layers] if read_bytes else []
     head, tail = (alloc_canary_buf(num_slots=rows.size + rows.page_size, device=device) for _ in range(2))
     group = CanaryBufferGroup(

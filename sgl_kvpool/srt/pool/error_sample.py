@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
 
 from sgl_kvpool import metrics
-from sgl_kvpool.codec import decode_rows, encode_rows, gather_parts
+from sgl_kvpool.codec import decode_rows, encode_rows, gather_rows
 from sgl_kvpool.codec.scalars import E2M1_MAX, E4M3_MAX, UE5M3_MAX
 from sgl_kvpool.layout import Encoding, RowFormat, SegmentEncoding
 from sgl_kvpool.srt.pool.row_pool import RowWriteLoc
@@ -27,114 +27,96 @@ class ErrorSample:
     """Compares tokens of every `every`-th prefill in all layers; costs nothing in the other batches."""
 
     def __init__(self, pool: Any, every: int) -> None:
-        self._pool, self._every, self._prefills = pool, every, 0
+        self._pool, self._every, self._prefills, self._is_active = pool, every, 0, False
+        self._layer_ids = range(pool.start_layer, pool.start_layer + pool.layer_num)
         fmt: RowFormat = pool.row_format
-        host = fmt.in_layout(pool.host_tier.host_layout(fmt.layout))
-        self._formats = {"device": fmt} if host == fmt else {"device": fmt, "host": host}
-        self._layers: set[int] = set()
-        self._is_active = False
-        #: Sums of a prefill by rows and part, which the device may still compute, and its event.
-        self._pending: tuple[dict[tuple[str, str], torch.Tensor], torch.cuda.Event | None] | None = None
+        self._host = fmt.in_layout(pool.host_tier.host_layout(fmt.layout))
+        formats = {"device": fmt} if self._host == fmt else {"device": fmt, "host": self._host}
+        rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
+        #: Rows and part of a row that are compared, with columns, encoding and values of a block.
+        self._parts: list[tuple[str, str, slice, SegmentEncoding, int]] = []
+        for rows, one in formats.items():
+            self._parts += [(rows, "latent", slice(rank), one.layout.latent, one.scale_block_values or rank)]
+            self._parts += [(rows, "rope", slice(rank, None), one.layout.rope, rope)] if rope else []
+        self._seen: set[int] = set()
+        #: Sums of the sample before, which the device may still compute, and its event.
+        self._pending: tuple[torch.Tensor, torch.Event] | None = None
 
-    def begin(self) -> bool:
-        """Call before a prefill; returns whether it is sampled. Publishes the sample before."""
-        if self._pending is not None and (self._pending[1] is None or self._pending[1].query()):
+    def begin(self) -> None:
+        """Call before a prefill; publishes the sample before."""
+        if self._pending is not None and self._pending[1].query():
             self._publish(self._pending[0])
             self._pending = None
         self._is_active = self._prefills % self._every == 0 and self._pending is None
         self._prefills += 1
         if self._is_active:
-            shape, device = (self._pool.layer_num, TOKENS), self._pool.device
-            width = self._pool.row_format.head_dim
-            self._layers.clear()
-            self._values = torch.empty(*shape, width, dtype=torch.bfloat16, device=device)
-            self._stored = torch.empty(*shape, width, dtype=torch.float32, device=device)
+            shape, device = (len(self._layer_ids), TOKENS), self._pool.device
+            self._seen.clear()
+            self._values = torch.empty(*shape, self._pool.row_format.head_dim, device=device)
             self._rows = torch.zeros(shape, dtype=torch.int64, device=device)
-        return self._is_active
 
-    def take(self, index: int, loc_info: Any, k_nope: torch.Tensor, k_rope: torch.Tensor | None) -> None:
-        """Keep tokens of a layer whose rows have been stored; arguments of the pool's writers."""
-        if not self._is_active or not len(k_nope):
+    def take(self, index: int, loc_info: Any, *parts: Any) -> None:
+        """Keep tokens that are stored in a layer; latents and ropes, or both in one tensor."""
+        if not self._is_active or not (count := min(len(parts[0]), TOKENS)):
             return
-        pool, tokens, rank = self._pool, len(k_nope), self._pool.kv_lora_rank
-        count = min(tokens, TOKENS)
-        some = slice(0, tokens // count * count, tokens // count)
-        loc, _, _ = unwrap_write_loc(loc_info)
-        rows, values, stored = (x[index, :count] for x in (self._rows, self._values, self._stored))
-        rows.copy_(loc[some] if isinstance(loc_info, RowWriteLoc) else pool.rows_to_write(loc[some]))
-        values[:, :rank].copy_(k_nope[some].flatten(1))
-        if k_rope is not None and pool.qk_rope_head_dim:
-            values[:, rank:].copy_(k_rope[some].flatten(1))
-        gather_parts(
-            pool.kv_buffer[index].squeeze(1).view(torch.uint8),
-            rows,
-            pool.row_format,
-            stored[:, :rank],
-            stored[:, rank:],
-            k_scale=pool.k_scale(pool.start_layer + index),
-        )
-        self._layers.add(index)
+        step = len(parts[0]) // count
+        some = slice(0, step * count, step)
+        loc, is_row = unwrap_write_loc(loc_info)[0][some], isinstance(loc_info, RowWriteLoc)
+        self._rows[index, :count] = loc if is_row else self._pool.rows_to_write(loc)
+        given = [part[some].flatten(1) for part in parts if part is not None]
+        self._values[index, :count] = torch.cat(given, 1)
+        self._seen.add(index)
 
     def end(self, kind: str) -> None:
-        """Call after the sampled prefill: start the comparison, whose result a later `begin` publishes.
+        """Call after a prefill, `eager` or `replayed`: if it is sampled, start its comparison.
 
-        `kind` is `eager` or `replayed`; a prefill whose layers did not all call `take` is `unseen`.
+        A later `begin` publishes the result. A prefill whose layers did not all call `take` is `unseen`.
         """
-        self._is_active = False
-        is_seen = len(self._layers) == self._pool.layer_num
-        metrics.sampled(kind if is_seen else "unseen")
-        if not is_seen:
+        if not self._is_active:
             return
+        self._is_active = False
+        if len(self._seen) < len(self._layer_ids):
+            metrics.sampled("unseen")
+            return
+        metrics.sampled(kind)
+        pool, fmt, rank, read = self._pool, self._pool.row_format, self._pool.kv_lora_rank, []
+        for index, (layer, rows) in enumerate(zip(self._layer_ids, self._rows, strict=True)):
+            buffer = pool.kv_buffer[index].squeeze(1).view(torch.uint8)
+            read.append(gather_rows(buffer, rows, fmt, torch.float32, k_scale=pool.k_scale(layer)))
         # Row 0 takes padded tokens; -1 is a token of another rank.
         valid = (self._rows > 0).unsqueeze(-1)
-        values = torch.where(valid, self._values, 0).float()
-        stored = torch.where(valid, self._stored, 0)
-        sums, rank = {}, self._pool.kv_lora_rank
-        for name, fmt in self._formats.items():
-            if name == "host":  # converted through bf16, like a page
-                bf16 = stored.bfloat16().flatten(0, 1)
-                rows = encode_rows(bf16[:, :rank], bf16[:, rank:], fmt)
-                stored = decode_rows(rows, fmt, torch.float32).view_as(stored)
-            for part, cut, encoding, block in (
-                ("latent", slice(rank), fmt.layout.latent, fmt.scale_block_values or rank),
-                ("rope", slice(rank, fmt.head_dim), fmt.layout.rope, fmt.qk_rope_head_dim),
-            ):
-                if block:
-                    sums[name, part] = self._compare(
-                        encoding, valid, values[..., cut], stored[..., cut], block
-                    )
-        host = {key: found.to("cpu", non_blocking=True) for key, found in sums.items()}
-        event = torch.cuda.Event() if values.is_cuda else None
-        if event is not None:
-            event.record()
-        self._pending = host, event
-        del self._values, self._stored, self._rows
+        values, device = (torch.where(valid, x, 0) for x in (self._values, torch.stack(read)))
+        stored = {"device": device}
+        if self._host != fmt:  # converted like a page
+            nope, rope = device.flatten(0, 1).tensor_split([rank], 1)
+            rows = encode_rows(nope, rope, self._host)
+            stored["host"] = decode_rows(rows, self._host, torch.float32).view_as(device)
+        pairs = [(values[..., cut], stored[rows][..., cut], *how) for rows, _, cut, *how in self._parts]
+        sums = torch.stack([self._compare(valid, *pair) for pair in pairs])
+        self._pending = sums.to("cpu", non_blocking=True), torch.get_device_module(sums.device).Event()
+        self._pending[1].record()
+        del self._values, self._rows
 
-    def _compare(self, encoding: SegmentEncoding, valid, values, stored, block: int) -> torch.Tensor:
-        """Norms and counts over the tokens of each layer, float64 `[6, layers]`; `block` values make one."""
-        layers = range(self._pool.start_layer, self._pool.start_layer + self._pool.layer_num)
-        scales = [self._pool.k_scale(layer) if encoding.uses_k_scale else 1.0 for layer in layers]
+    def _compare(self, valid, values, stored, encoding: SegmentEncoding, block: int) -> torch.Tensor:
+        """Sums over the tokens of each layer, float64 `[6, layers]`, of which `_publish` makes metrics."""
         most = _LARGEST_CODE[encoding.values] * _LARGEST_SCALE[encoding.scales]
-        largest = torch.tensor([most * k_scale for k_scale in scales]).view(-1, 1, 1)
-        largest = largest.to(values.device, non_blocking=True)
+        limits = [most * (self._pool.k_scale(x) if encoding.uses_k_scale else 1) for x in self._layer_ids]
+        # From pinned memory, because from other memory a copy would wait for the device.
+        limit = torch.tensor(limits, pin_memory=values.is_cuda).to(values.device, non_blocking=True)
         nonzero, blocks = values != 0, values.abs().unflatten(-1, (-1, block)).amax(-1)
-        counts = (blocks > largest, valid, nonzero, nonzero & (stored == 0))
-        norms = [torch.linalg.vector_norm(x, dim=(1, 2)) for x in (values - stored, values)]
-        return torch.stack([x.double() for x in (*norms, *(x.sum((1, 2)) for x in counts))])
+        squares = ((values - stored).double().square(), values.double().square())
+        counts = (blocks > limit.view(-1, 1, 1), valid.expand_as(blocks), nonzero & (stored == 0), nonzero)
+        return torch.stack([x.sum((1, 2), dtype=torch.float64) for x in (*squares, *counts)])
 
-    def _publish(self, sums: dict[tuple[str, str], torch.Tensor]) -> None:
-        first, layers = self._pool.start_layer, self._pool.layer_num
-        for (rows, part), found in sums.items():
-            fmt = self._formats[rows]
-            blocks = fmt.scale.count if part == "latent" and fmt.scale else 1
-            for ids in torch.arange(first, first + layers).tensor_split(min(GROUPS, layers)):
-                norms, counts = found[:2, ids - first], found[2:, ids - first]
-                error, size = norms.square().sum(1).sqrt().tolist()
-                clamped, tokens, nonzero, zeroed = counts.sum(1).tolist()
-                if tokens:
+    def _publish(self, sums: torch.Tensor) -> None:
+        ids = torch.tensor(self._layer_ids)
+        for (rows, part, *_), found in zip(self._parts, sums, strict=True):
+            for group in torch.arange(len(ids)).tensor_split(min(GROUPS, len(ids))):
+                error, size, clamped, blocks, zeroed, nonzero = found[:, group].sum(1).tolist()
+                if blocks:
                     metrics.shown(
-                        *(rows, part, f"{int(ids[0])}-{int(ids[-1])}"),
-                        relative_error=error / size if size else 0.0,
-                        clamped_blocks=clamped / (tokens * blocks),
+                        *(rows, part, f"{ids[group[0]]}-{ids[group[-1]]}"),
+                        relative_error=math.sqrt(error / size) if size else 0.0,
+                        clamped_blocks=clamped / blocks,
                         zeroed_values=zeroed / nonzero if nonzero else 0.0,
                     )

@@ -222,13 +222,13 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
+        if self.error_sample is not None:
+            self.error_sample.take(index, loc_info, cache_k)
         if self._stock_writers or self.dcp_size > 1:  # which SGLang's method refuses
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
+            return
         k_nope, k_rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
-        if not self._stock_writers:
-            self._store(index, layer_id, loc_info, k_nope, k_rope, "set_kv_buffer")
-        if self.error_sample is not None:
-            self.error_sample.take(index, loc_info, k_nope, k_rope)
+        self._store(index, layer_id, loc_info, k_nope, k_rope, "set_kv_buffer")
 
     @overrides
     def set_mla_kv_buffer(
@@ -248,12 +248,12 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
             )
         if cache_k_nope.shape[0] == 0:
             return
-        if self._stock_writers:
-            super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
-        else:
-            self._store(index, layer_id, loc_info, cache_k_nope, cache_k_rope, "set_mla_kv_buffer")
         if self.error_sample is not None:
             self.error_sample.take(index, loc_info, cache_k_nope, cache_k_rope)
+        if self._stock_writers:
+            super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
+            return
+        self._store(index, layer_id, loc_info, cache_k_nope, cache_k_rope, "set_mla_kv_buffer")
 
     @property
     def _stock_writers(self) -> bool:

@@ -17,7 +17,7 @@ from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.state import CanaryDeviceState
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_kvpool.sglang_plugin.hooks import pools as hooks
+from sgl_kvpool.srt.pool import canary
 
 pytestmark = pytest.mark.usefixtures("published")
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ class Canary:
     """The canary of one pool, which wrote and verifies the slots of one sequence."""
 
     def __init__(self, pool, mode):
-        hooks._register_with_canary()
+        canary.register()
         config = CanaryConfig(
             mode=CanaryMode.LOG, ring_capacity=64, sweep_interval=1, real_kv_hash_mode=mode,
             enable_write_input_assert=False, enable_verify_token_assert=False, stats_print_every_n_steps=0,
