@@ -16,6 +16,7 @@ KV_CACHE_LAYOUT = "KVPOOL_KV_CACHE_LAYOUT"
 OPTIONS = (
     *(KV_CACHE_LAYOUT, "KVPOOL_KV_CACHE_ARRANGEMENT"),
     *("KVPOOL_KV_HOST_LAYOUT", "KVPOOL_KV_HOST_ENGINE", "KVPOOL_KV_HOST_SHARING"),
+    "KVPOOL_KV_ERROR_SAMPLE",
 )
 #: Internal: names of the hook groups that a scheduler applies, because it loads plugins before it knows its
 #: arguments. Set where a server's arguments are resolved, until SGLang's Engine has spawned its schedulers.

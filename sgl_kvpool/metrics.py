@@ -46,6 +46,11 @@ class Metric:
 
 
 _TRANSFER = ("direction", "engine")
+_ERRORS = {
+    "relative_error": "Norm of the errors of stored values over the values', latest sampled prefill",
+    "clamped_blocks": "Share of blocks (values of a scale, or a token) with a value beyond the largest",
+    "zeroed_values": "Share of the nonzero values that are stored as zero",
+}
 #: Metrics by the key under which `sgl_kvpool.metrics` sets them.
 METRICS = {
     "info": Metric(
@@ -76,6 +81,11 @@ METRICS = {
         "Pages that were not backed up, not stored or not found, by reason",
         ("reason",),
     ),
+    "sampled": Metric("sgl_kvpool_sampled_prefills", "Prefills compared, or unseen, by kind", ("kind",)),
+    **{
+        key: Metric(f"sgl_kvpool_{key}", text, ("rows", "part", "layers"), gauge_mode="livemostrecent")
+        for key, text in _ERRORS.items()
+    },
 }
 
 #: Failures that the server survives, by kind.
@@ -222,6 +232,17 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
     _metrics["seconds"].labels(direction, engine).inc(seconds)
     if seconds > 0:
         _metrics["rate"].labels(direction, engine).set(size_bytes / seconds / 1e9)
+
+
+def sampled(kind: str) -> None:
+    """Count a prefill of `--kv-error-sample`, with which metrics are exposed."""
+    _metrics["sampled"].labels(kind).inc()
+
+
+def shown(*labels: str, **values: float) -> None:
+    """Set gauges by their keys in `METRICS`."""
+    for key, value in values.items():
+        _metrics[key].labels(*labels).set(value)
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:

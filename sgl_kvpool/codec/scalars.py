@@ -22,6 +22,7 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 #: Byte of the largest ue5m3 scale, 61440. The bytes above it would be infinity and NaN as fp16.
 UE5M3_MAX_BYTE = 0xF7
+UE5M3_MAX = 61440.0
 #: Smallest normal fp32, the floor of fp32 block scales.
 FP32_TINY = float(torch.finfo(torch.float32).tiny)
 

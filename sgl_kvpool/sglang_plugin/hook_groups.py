@@ -11,6 +11,7 @@ from functools import partial
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hook_points import HookGroup
+from sgl_kvpool.sglang_plugin.options import ERROR_SAMPLE
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 
@@ -143,6 +144,11 @@ GROUPS = (
         )
         for backend in ("mooncake", "nixl")
     ),
+    HookGroup(
+        *("error samples", ERROR_SAMPLE.flag, ("srt.pool.error_sample",)),
+        is_used=lambda server: server.config.requests(ERROR_SAMPLE) != ERROR_SAMPLE.default,
+    ),
+    HookGroup("canary", "--kv-canary", ("srt.pool.canary",), lambda server: server.view.kv_canary != "none"),
     HookGroup("metrics", "--enable-metrics", is_used=lambda server: server.view.enable_metrics),
 )
 

@@ -63,7 +63,7 @@ class Option:
         """
         if value is None:
             return None
-        text = value.strip() if isinstance(value, str) else None
+        text = str(value).strip() if isinstance(value, str | int) else None
         if text not in self.choices:
             raise Refusal(
                 f"{given_as}{shown(value)} is not a {self.words}; choose one of: {', '.join(self.choices)}"
@@ -127,7 +127,14 @@ HOST_SHARING = Option(
     "that the same memory holds N times the tokens, or keep one copy each (rank), with --kv-cache-layout. "
     f"'{AUTO}' (as without the argument) shares where that is supported.",
 )
-OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
+ERROR_SAMPLE = Option(
+    "kv_error_sample",
+    ("64", "512", "4096"),
+    "One of how many prefills is compared with its stored rows, for the metrics of errors "
+    "(--enable-metrics with --kv-cache-layout). 'never' (as without the argument) compares none.",
+    default="never",
+)
+OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE, HOST_SHARING, ERROR_SAMPLE)
 assert tuple(option.env for option in OPTIONS) == env.OPTIONS
 
 

@@ -17,7 +17,7 @@ MODULES = (
 
 def environment(device):
     """Environment of processes on the device, or of processes that have none."""
-    paths = [HERE.parent.parent, HERE.parent, HERE.parent / "engine"]
+    paths = [HERE.parent.parent, HERE.parent, HERE.parent / "codec", HERE.parent / "engine"]
     if device == "cuda":
         return {**os.environ, **OPTIONS, "PYTHONPATH": os.pathsep.join(map(str, [HERE / "site", *paths]))}
     left_out = ("TEST_EMULATED", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "CUDA_HOME", "TVM_FFI_CACHE_DIR")

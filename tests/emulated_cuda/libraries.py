@@ -19,6 +19,8 @@ which is used again too early is found. torch's allocator is told of no copy but
 | sglang | `sglang::reg_*`, `sglang::inplace_all_reduce` of process groups | `_collective` | nothing |
 | sglang | `PyNcclCommunicator.change_state`, by which captures enable one | nothing | nothing |
 | sglang.kernels | modules of `load_jit` in `jit_kernels.EXPORTS` | the functions there | nothing |
+| sglang.kernels | kernels of the canary | SGLang's own reference in torch | nothing |
+| sglang | `SimplePhaseChecker.update` of the canary | `_check_phase` | nothing |
 | NCCL | process groups of torch.distributed | gloo's, on the CPU | tensors, until `Work.wait` |
 
 `models` has those of SGLang's model classes, in a table of its own.
@@ -323,6 +325,25 @@ def disable_nccl() -> None:
     from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     PyNcclCommunicator.change_state = lambda self, enable=None: contextlib.nullcontext()
+
+
+def _check_phase(self: Any, *, expect_phase: int, next_phase: int, caller_name: str = "") -> None:
+    assert not self._enable_assert_device or self._phase == expect_phase, (caller_name, self._phase)
+    self._phase.fill_(int(next_phase))
+
+
+def check_phases_in_torch() -> None:
+    """Check the order of the canary's steps without a kernel, whose assertions the emulator does not know."""
+    from sglang.srt.utils.phase_checker import SimplePhaseChecker
+
+    SimplePhaseChecker.update = _check_phase
+
+
+def use_torch_in_canary() -> None:
+    """Let SGLang compute its canary's hashes as on a device without kernels for them."""
+    from sglang.kernels.ops.kv_canary import _dispatch
+
+    _dispatch.use_torch_reference = lambda device: True
 
 
 def install_process_groups() -> None:

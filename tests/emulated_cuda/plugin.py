@@ -77,6 +77,8 @@ def install() -> None:
     libraries.install_process_groups()
     imports.after("flashinfer", libraries.install)
     imports.after("sglang.srt.distributed.device_communicators.pynccl", libraries.disable_nccl)
+    imports.after("sglang.kernels.ops.kv_canary._dispatch", libraries.use_torch_in_canary)
+    imports.after("sglang.srt.utils.phase_checker", libraries.check_phases_in_torch)
     imports.after("sglang.kernels.jit.utils.compile.loader", jit_kernels.install)
     models.install()
     mode = operators.Mode()

@@ -30,6 +30,7 @@ import regression_run
 import smollm2_server
 import soak_runs
 import store_servers
+import torch
 import weight_servers
 from programs import clean_environment, printed_by, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
@@ -55,6 +56,14 @@ READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 WATCHED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "watched_models", "PYTHONPATH": str(HERE)}
 
 INVARIANT = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "invariant_models", "PYTHONPATH": str(HERE)}
+
+#: Prefills are sampled, and rows damaged on purpose.
+SAMPLED = ("--enable-metrics", "--kv-error-sample", "64")
+FAULTY = {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "faulty_models",
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "codec")]),
+    "TEST_VALUES": "{tmp}/values.pt",
+}
 
 #: name: (arguments, environment). "{tmp}" is a folder of the server's own.
 CONFIGURATIONS = {
@@ -100,6 +109,11 @@ CONFIGURATIONS = {
         [LAYOUT, "fp4"],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
+    "sampled": (
+        [LAYOUT, "fp8_block_scale", "--kv-host-layout", "fp4_fp8_rope", *host_tier.ARGUMENTS, *SAMPLED[1:]],
+        {**FAULTY, "TEST_FAULTS": '{"doubled": [0], "wide": [1]}'},
+    ),
+    "sampled-fp8": ([LAYOUT, "fp8", *SAMPLED], {**FAULTY, "TEST_FAULTS": '{"small": [2]}'}),
 }
 #: Configurations with a host tier and a store.
 WITH_HOST_TIER = [*host_tier.FIRST.values(), *host_tier.AGAIN.values()]
@@ -173,6 +187,9 @@ def serve(name, model_path, folder):
             return_logprob=True,
             logprob_start_len=0,
         )
+        if "TEST_VALUES" in environment:
+            answers["values"] = torch.load(environment["TEST_VALUES"])
+            answers["metrics"] = server.get("/metrics").decode()
         if store or name == host_tier.LOSSY:
             answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
         if name == host_tier.PAUSED:

@@ -88,6 +88,14 @@ mla cuda fp4 EAGLE --enable-multi-layer-eagle
 HOST_TIER = r"""
 mla cuda fp4 --kv-host-sharing rank
   --kv-host-sharing rank .* does nothing without --enable-hierarchical-cache
+mla cpu fp4 --kv-error-sample 512
+  --kv-error-sample 512 .* does nothing without --enable-metrics; add that, or leave it out$
+mla cpu fp4 --kv-canary log
+  --kv-canary log does not work with --kv-cache-layout on a CPU, .*; leave it out$
+mla cuda fp4 TIER --kv-canary log
+  --kv-canary log does not work with .* or with a host tier, .*; leave it out$
+mla cuda bf16 --kv-canary raise --disaggregation-mode prefill
+  --kv-canary raise does not .*, disaggregation or .*; leave it out$
 mla cuda fp4 TIER --kv-host-sharing node --pp-size 2 --tp-size 2
   --kv-host-sharing node does not work with --pp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda fp4 TIER --kv-host-layout fp8_block_scale
@@ -169,6 +177,8 @@ mla cuda bf16 DCP --attention-backend fa3
   --dcp-size 2 with --kv-cache-layout bf16 needs .* and fa3 has
 mla cuda fp4 DCP OFFLOAD --disaggregation-mode decode
   --dcp-size 2 .* fp4 and --disaggregation-decode-enable-offload-kvcache: .*; leave out one of them$
+mla cuda fp4 DCP --kv-canary log
+  --kv-canary log does not .* or --dcp-size: .*; leave it out$
 mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 """

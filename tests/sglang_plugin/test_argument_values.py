@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import options as record
-from sgl_kvpool.sglang_plugin.options import LAYOUT, OPTIONS
+from sgl_kvpool.sglang_plugin.options import ERROR_SAMPLE, LAYOUT, OPTIONS
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -42,7 +42,8 @@ def doors(resolve, monkeypatch, tmp_path):
 
     def keyword(option, value, beside):
         fields = {} if option is LAYOUT else {LAYOUT.name: "bf16"}
-        fields |= {"model_path": "dummy", "device": "cpu", TIER: True, option.name: value}
+        fields |= {"model_path": "dummy", "device": "cpu", TIER: True, "enable_metrics": True}
+        fields[option.name] = value
         return engine.Engine.server_args_class(**fields)
 
     def variable(option, value, beside):
@@ -55,7 +56,7 @@ def doors(resolve, monkeypatch, tmp_path):
         def run(option, value):
             monkeypatch.setattr(record, "_requested", set())
             beside = () if option is LAYOUT else (LAYOUT.flag, "bf16")
-            found = door(option, value, (*beside, "--enable-hierarchical-cache"))
+            found = door(option, value, (*beside, "--enable-hierarchical-cache", "--enable-metrics"))
             return found if isinstance(found, str) else argument_rules.check(found).requests(option)
 
         return run
@@ -78,6 +79,11 @@ def test_values_are_stripped_and_shown_by_their_repr(doors, option, door):
         choices = ", ".join(option.choices)
         text = f"{given_as}{value + ' x'!r} is not a {option.words}; choose one of: {choices}"
         assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("door", ["config", "keyword"])
+def test_numbers_may_be_numbers(doors, door):
+    assert doors[door](ERROR_SAMPLE, 64) == "64"
 
 
 @every_option

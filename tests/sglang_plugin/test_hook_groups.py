@@ -118,6 +118,11 @@ SERVERS = {
     "metrics": ("mla", "cpu", ["--enable-metrics"], {DENSE_CPU, "metrics"}),
     "hybrid": ("kda", "cpu", ["--disable-overlap-schedule"], {DENSE_CPU, "hybrid models"}),
     "cuda": ("mla", "cuda", [], {DENSE_CUDA}),
+    "samples": (
+        *("mla", "cuda"),
+        ["--enable-metrics", "--kv-error-sample", "512", "--kv-canary", "log"],
+        {DENSE_CUDA, "metrics", "error samples", "canary"},
+    ),
     "drafts": (
         *("mla", "cuda"),
         [*CHAIN, "--speculative-num-draft-tokens", "4"],
@@ -150,6 +155,8 @@ BROKEN = {
     ),
     "disaggregation over nixl on a CPU": "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
     "metrics": "sglang.srt.utils.set_prometheus_multiproc_dir",
+    "error samples": "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+    "canary": "sglang.srt.kv_canary.pool_patcher.api.register_pool_attacher",
 }
 
 

@@ -11,9 +11,9 @@ from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal, leave_out
 from sgl_kvpool.sglang_plugin.hooks import disaggregation, weights
 from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
-from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, HOST_LAYOUT, LAYOUT
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, ERROR_SAMPLE, HOST_LAYOUT, LAYOUT, config_of
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
-from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.server import Server
 
 logger = logging.getLogger(__name__)
@@ -136,6 +136,30 @@ def _publish_metrics(server_args: Any) -> None:
             backend=", ".join(dict.fromkeys(name for name in server.backends if name)),
             dcp_size=server.view.dcp_size,
         )
+
+
+@around("sglang.srt.model_executor.model_runner.ModelRunner.forward", "error samples")
+def _forward(original, self, forward_batch, *args, **kwargs):
+    """Compare tokens of every n-th prefill of the target with their stored rows."""
+    from sgl_kvpool.srt.attention.decode_verify import has_fixed_query_length
+    from sgl_kvpool.srt.pool.error_sample import ErrorSample
+
+    if self.is_draft_worker or has_fixed_query_length(forward_batch.forward_mode):
+        return original(self, forward_batch, *args, **kwargs)
+    pool = self.token_to_kv_pool.row_pool
+    if pool.error_sample is None:
+        pool.error_sample = ErrorSample(pool, int(config_of(self.server_args).requests(ERROR_SAMPLE)))
+    pool.error_sample.begin()
+    output = original(self, forward_batch, *args, **kwargs)
+    pool.error_sample.end("replayed" if output.can_run_graph else "eager")
+    return output
+
+
+@installs("canary")
+def _register_with_canary() -> None:
+    from sgl_kvpool.srt.pool import canary
+
+    canary.register()
 
 
 # The class that the builder of pools finds by its global name and constructs.

@@ -68,7 +68,7 @@ NUMBERS = (
 _TIER_SIZE = Number("hicache_size", "number of GB", least=0)
 _TIER_RATIO = Number("hicache_ratio", "number of host tokens per token of the pool", most=inf)
 
-fields(*(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
+fields("kv_canary", *(number.field for number in (*NUMBERS, _TIER_SIZE, _TIER_RATIO)))
 
 
 def check(server_args: Any) -> options.KVPoolConfig:
@@ -137,6 +137,27 @@ def check_tier(server: Server) -> None:
         check_without_tier(server)
 
 
+def check_error_sample(server: Server) -> None:
+    """Refuse samples that no metrics would show."""
+    option = options.ERROR_SAMPLE
+    if (every := server.config.requests(option)) != option.default and not server.view.enable_metrics:
+        raise Refusal(
+            f"{option.flag} {every} (or {option.env}) does nothing without --enable-metrics",
+            *(Way("add that", add=("--enable-metrics",)), leave_out(option.flag)),
+        )
+
+
+def check_canary(server: Server) -> None:
+    """Refuse SGLang's canary on CPUs, and where rows move and its hashes, which it keeps by slot, stay."""
+    moves = server.has_host_tier or server.disaggregates or server.view.dcp_size > 1
+    if (moves or server.view.device == "cpu") and (mode := server.view.kv_canary) != "none":
+        raise Refusal(
+            f"--kv-canary {mode} does not work with {options.LAYOUT.flag} on a CPU, for SGLang's kernels, or "
+            "with a host tier, disaggregation or --dcp-size: rows move, and the hashes of their slots do not",
+            leave_out("--kv-canary"),
+        )
+
+
 def check_without_layout(server: Server) -> None:
     """Refuse options and backends that need a layout."""
     plain = f"{options.LAYOUT.flag} {MLAKVCacheLayout.BF16}"
@@ -191,5 +212,7 @@ RULES: tuple[Callable[[Server], None], ...] = (
     check_numbers,
     check_page,
     check_tier,
+    check_error_sample,
+    check_canary,
 )
 RULES_OF_STOCK = (check_without_layout,)

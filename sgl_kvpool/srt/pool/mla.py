@@ -13,6 +13,7 @@ the whole buffer instead of a loop over layers.
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -46,6 +47,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
     #: The buffer of all layers, `[pages, page_bytes]` int8, in which `placement` says where rows lie; None if
     #: each layer has its own, as SGLang allocates them.
     cross_layer: torch.Tensor | None = None
+    #: The `ErrorSample` of a server with `--kv-error-sample`.
+    error_sample: Any = None
 
     def __init__(self, *args, options: PoolOptions, **kwargs):
         self.options = options  # the base class's constructor calls _create_buffers
@@ -219,6 +222,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
+        if self.error_sample is not None:
+            self.error_sample.take(index, loc_info, cache_k)
         if self._stock_writers or self.dcp_size > 1:  # which SGLang's method refuses
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
             return
@@ -243,6 +248,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool, RowPool):
             )
         if cache_k_nope.shape[0] == 0:
             return
+        if self.error_sample is not None:
+            self.error_sample.take(index, loc_info, cache_k_nope, cache_k_rope)
         if self._stock_writers:
             super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
             return
