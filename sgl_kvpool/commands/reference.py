@@ -83,6 +83,8 @@ def _features() -> _Entries:
         (features.BACKEND_FEATURES, f"`{KVPOOL_BACKEND}`"),
         (features.DRAFT_FEATURES, f"`{KVPOOL_BACKEND}` and speculative decoding"),
         (features.DCP_FEATURES, "`--dcp-size` above 1"),
+        (features.DENSE_DCP_FEATURES, "`--dcp-size` above 1 and dense attention"),
+        (features.SPARSE_DCP_FEATURES, "`--dcp-size` above 1 and sparse attention"),
         (features.READER_FEATURES, "`fp4`, `fp4_fp8_rope` and sparse attention"),
     ):
         for one in group:

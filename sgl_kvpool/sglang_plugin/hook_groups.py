@@ -48,6 +48,8 @@ MODEL_RULES = HookGroup(
 )
 #: Group of the process that launches a server with a layout.
 LAUNCHER = HookGroup("launcher", _LAYOUT)
+#: Group of the same process, for models with sparse attention and several ranks.
+SPARSE_RANKS = HookGroup("sparse attention of several ranks", "--dcp-size")
 #: Group of the schedulers of every server with a layout.
 POOLS = HookGroup(
     "pools",
@@ -76,6 +78,7 @@ GROUPS = (
     ARGUMENTS,
     MODEL_RULES,
     LAUNCHER,
+    SPARSE_RANKS,
     POOLS,
     HookGroup(
         "dense MLA on a CPU",

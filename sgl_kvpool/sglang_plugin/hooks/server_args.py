@@ -155,6 +155,33 @@ def _finish(server_args):
         dsa.check_stock(server)
 
 
+def _hook_sparse_ranks(server: Server) -> None:
+    """Hook SGLang's rules for sparse attention of several ranks, before it applies them."""
+    if server.view.dcp_size > 1:
+        hook_groups.apply((hook_groups.SPARSE_RANKS,))
+
+
+@around(f"{_ARG_GROUPS}.model_overrides.deepseek_v2._dsa_dcp_overrides", "sparse attention of several ranks")
+def _dsa_dcp_overrides(original, cfg):
+    """With a layout nothing: our rules have refused what does not work, and declared the implementations.
+
+    SGLang refuses a host tier, which would take index keys for rows.
+    """
+    from sglang.srt.arg_groups.model_override_base import record_of
+
+    return original(cfg) if options.config_of(record_of(cfg)).layout is None else {}
+
+
+@around(f"{_ARG_GROUPS}.hicache_hook.resolve_hicache_dcp_compatibility", "sparse attention of several ranks")
+def _resolve_hicache_dcp_compatibility(original, server_args):
+    """Accept drafts, of which a rank's host pages have all rows."""
+    server = Server(server_args)
+    is_ours = server.config.layout is not None and server.is_dsa
+    drafts = server.view.speculative_algorithm is not None
+    if not (is_ours and drafts and server.view.hicache_host_memory_mode == "cache"):
+        original(server_args)
+
+
 #: Rules in their order, each with the property of the servers that it is for.
 _Rules = tuple[tuple[str, Rule], ...]
 _ALL = "layout"
@@ -166,6 +193,7 @@ RULES_BEFORE: _Rules = (
     (_ALL, model.declare_dtype),
     ("is_dsa", dsa.check_server),
     ("is_dsa", dsa.declare_implementations),
+    ("is_dsa", _hook_sparse_ranks),
     ("is_dense", host_tier.declare_page_size),
 )
 _BACKENDS: _Rules = (
@@ -198,7 +226,7 @@ RULES_AFTER: _Rules = (
     ("is_dsa", dsa.check_context_parallelism),
     ("is_dsa", dsa.check_features_of_reader),
     ("is_dsa", dsa.check_copies),
-    ("is_dense", attention.check_dcp),  # again: SGLang has set some fields since
+    (_ALL, attention.check_dcp),  # again: SGLang has set some fields since
     *_BACKENDS,
     ("is_dense", attention.check_model),
     (_ALL, model.check_resolved_dtype),

@@ -4,6 +4,7 @@ Each refusal is an error at start that names the value, the reason and what to u
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from sgl_kvpool import env
@@ -16,7 +17,9 @@ from sgl_kvpool.sglang_plugin.rules.features import (
     BACKEND_FEATURES,
     BACKEND_FIELDS,
     DCP_FEATURES,
+    DENSE_DCP_FEATURES,
     DRAFT_FEATURES,
+    SPARSE_DCP_FEATURES,
     Feature,
     check_features,
     first_in_use,
@@ -55,8 +58,10 @@ UNSHOWN_ALGORITHMS = {
     "UNO": "SGLang supports it with fa3 only",
 }
 
-#: Models of which SGLang gathers the rows of several ranks for a prefill.
+#: Models of which SGLang gathers the rows of several ranks for a prefill, and models with sparse attention of
+#: which it gathers the queries.
 _GATHERED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
 def is_chosen(
@@ -358,24 +363,26 @@ def check_dcp(server: Server) -> None:
     if view.device == "cpu":
         raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs", out)
     for unfit, reason in (
-        (
-            server.is_dsa,
-            "SGLang attends such lists of several ranks with TensorRT-LLM's kernel for Blackwell, which does "
-            "not read these rows",
-        ),
+        *(_sparse_obstacles(server) if server.is_dsa else ()),
         (server.is_hybrid, "with layers that keep states it has not been tested"),
         (
-            name not in _GATHERED,
+            name not in (*_GATHERED, *_SPARSE),
             "SGLang does not gather the rows of several ranks for its prefills",
         ),
         (
             getattr(server.model_config.hf_text_config, "llama_4_scaling", None),
             "where SGLang scales its queries by their position, it does not merge results of ranks",
         ),
+        (
+            server.is_dsa,
+            "SGLang attends such lists of several ranks with TensorRT-LLM's kernel for Blackwell, which does "
+            "not read these rows",
+        ),
     ):
         if unfit:
             raise Refusal(f"{ours} and {name}: {reason}", out)
-    if (found := first_in_use(DCP_FEATURES, server)) is not None:
+    of_kind = SPARSE_DCP_FEATURES if server.is_dsa else DENSE_DCP_FEATURES
+    if (found := first_in_use((*of_kind, *DCP_FEATURES), server)) is not None:
         feature, text = found
         ways = leave_out_one("--dcp-size", feature.flag, text="leave out one of them")
         raise Refusal(f"{ours} and {text}: {feature.reason}", *ways)
@@ -385,6 +392,20 @@ def check_dcp(server: Server) -> None:
             "several ranks",
             leave_out("--dcp-size", text="leave out one of them"),
         )
+
+
+def _sparse_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
+    """What several ranks do not serve of a model with sparse attention: whether it is so, and why."""
+    from sglang.srt.configs.model_config import get_dsa_index_kpool
+
+    config, drafts = server.model_config, server.view.speculative_algorithm is not None
+    raw = server.layout is MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+    yield raw, "SGLang stores such rows for tilelang and trtllm only, which it does not serve there"
+    yield get_dsa_index_kpool(config.hf_config) > 1, "a pooled index key has tokens of several ranks"
+    yield server.model_name not in _SPARSE, "its attention has not been tested there"
+    yield drafts and server.has_own_draft, "a draft of another checkpoint has not been tested there"
+    several = (config.num_nextn_predict_layers or 0) > 1
+    yield drafts and several, "chains of several layers for multi-token prediction have not been tested there"
 
 
 def check_dcp_backends(server: Server) -> None:

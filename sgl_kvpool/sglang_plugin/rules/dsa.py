@@ -59,23 +59,35 @@ def check_server(server: Server) -> None:
         check_draft_backend(server, server.server_args.speculative_draft_attention_backend)
 
 
-def declare_implementations(server: Server) -> dict[str, str] | None:
-    """Implementations that the user left open, for rows that SGLang's kernels cannot read."""
-    layout = server.layout
-    if sglang_dsa_reads(layout):
+def declare_implementations(server: Server) -> dict[str, str | bool] | None:
+    """Implementations that the user left open, for rows that our decode attends."""
+    ranks = server.view.dcp_size
+    if not is_ours(server.layout, ranks):
         return None
     _check_reader(server)
     if wrong := _given(_IMPLEMENTATION_FIELDS, server.server_args, lambda value: value != SPARSE_BF16):
+        prefill = f"prefill uses {SPARSE_BF16} over decoded rows, and decode uses {KVPOOL_DECODE}"
+        used = prefill if ranks == 1 else f"both phases use {KVPOOL_DECODE}"
         raise UnsupportedCombination(
-            f"{' and '.join(wrong)} cannot read rows of {LAYOUT.flag} {layout}",
-            _leave_out(
-                wrong,
-                f", and prefill uses {SPARSE_BF16} over decoded rows, and decode uses {KVPOOL_DECODE}, under "
-                f"SGLang's name {SPARSE_BF16}",
-            ),
+            f"{' and '.join(wrong)} cannot read rows of {_rows(server)}",
+            _leave_out(wrong, f", and {used}, under SGLang's name {SPARSE_BF16}"),
         )
-    # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
-    return dict.fromkeys(_IMPLEMENTATION_FIELDS, SPARSE_BF16)
+    if server.server_args.dcp_replicate_q_proj:
+        raise Refusal(
+            f"--dcp-replicate-q-proj does not work with {_rows(server)}: SGLang allocates the weights of all "
+            "heads after it has sized the pool",
+            leave_out("--dcp-replicate-q-proj"),
+        )
+    # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored; with ranks, trtllm,
+    # and those weights.
+    declared: dict[str, str | bool] = dict.fromkeys(_IMPLEMENTATION_FIELDS, SPARSE_BF16)
+    return declared if ranks == 1 else {**declared, "dcp_replicate_q_proj": False}
+
+
+def _rows(server: Server) -> str:
+    """Arguments because of which our decode attends the rows."""
+    ranks = server.view.dcp_size
+    return f"{LAYOUT.flag} {server.layout}" + (f" with --dcp-size {ranks}" if ranks > 1 else "")
 
 
 def _given(fields: tuple[str, ...], view: Any, is_wrong: Callable[[str], bool]) -> list[str]:
@@ -111,33 +123,35 @@ def _check_reader(server: Server) -> None:
     import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
-    layout, model_config, name = server.layout, server.model_config, server.model_name
-    plain = use_words(f"{LAYOUT.flag}={MLAKVCacheLayout.BF16}")
+    ranks, model_config, name = server.view.dcp_size, server.model_config, server.model_name
+    without = () if ranks == 1 else ("--dcp-size",)
+    plain = use_words(f"{LAYOUT.flag}={MLAKVCacheLayout.BF16}", without=without)
+    if sglang_dsa_reads(server.layout):
+        plain = leave_out(*without, text="leave out --dcp-size")
     rank, row_bytes = model_config.kv_lora_rank, server.row_format.row_bytes
     if rank > MAX_LATENT_RANK or row_bytes % POOL_ALIGN_BYTES:
         raise Refusal(
-            f"{name} has kv_lora_rank={rank}, whose rows of {LAYOUT.flag} {layout} have {row_bytes} bytes; "
+            f"{name} has kv_lora_rank={rank}, whose rows of {_rows(server)} have {row_bytes} bytes; "
             f"{KVPOOL_DECODE} supports up to kv_lora_rank {MAX_LATENT_RANK}, and rows of multiples of "
             f"{POOL_ALIGN_BYTES} bytes",
             plain,
         )
     if model_config.dtype != torch.bfloat16:
         raise Refusal(
-            f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
-            f"{layout} and sparse attention, whose kernels multiply bfloat16",
+            f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {_rows(server)} "
+            "and sparse attention, whose kernels multiply bfloat16",
             use_words("--dtype=bfloat16"),
         )
-    check_gpu(f"{LAYOUT.flag} {layout}", plain)
+    check_gpu(_rows(server), plain)
     # SGLang reads `hf_config` when it resolves arguments and `hf_text_config` when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
         raise Refusal(
-            f"{name} has learnable attention sinks, which are not computed over rows of {LAYOUT.flag} "
-            f"{layout}",
+            f"{name} has learnable attention sinks, which are not computed over rows of {_rows(server)}",
             plain,
         )
     index_kpool = get_dsa_index_kpool(model_config.hf_config)
-    check_pair(layout, SPARSE_BF16, SPARSE_BF16, index_kpool=index_kpool)
+    check_pair(server.layout, SPARSE_BF16, SPARSE_BF16, index_kpool=index_kpool, ranks=ranks)
 
 
 def check_backends(server: Server) -> None:
@@ -180,17 +194,19 @@ def check_context_parallelism(server: Server) -> None:
 
 
 def check_features_of_reader(server: Server) -> None:
-    """Refuse features that our reader does not work with, for rows that SGLang's kernels cannot read."""
+    """Refuse features that our reader does not work with."""
     import torch
 
-    if not sglang_dsa_reads(server.layout):
+    if is_ours(server.layout, server.view.dcp_size):
         # SGLang's default is trtllm on Blackwell and flashmla_kv before.
         read = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
         if torch.cuda.get_device_capability() >= (10, 0):
             read = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
-        narrow = use_words(f"{LAYOUT.flag}={read}", then=", whose rows SGLang's kernels read")
-        ours = f"{LAYOUT.flag} {server.layout}"
-        check_features(READER_FEATURES, server, ours, lambda flag: (narrow, leave_out(flag)))
+        without = () if server.view.dcp_size == 1 else ("--dcp-size",)
+        narrow = use_words(
+            f"{LAYOUT.flag}={read}", without=without, then=", whose rows SGLang's kernels read"
+        )
+        check_features(READER_FEATURES, server, _rows(server), lambda flag: (narrow, leave_out(flag)))
 
 
 def check_copies(server: Server) -> None:

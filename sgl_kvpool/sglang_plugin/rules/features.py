@@ -164,11 +164,6 @@ DRAFT_FEATURES = (
 
 #: Features that do not work with a layout and decode context parallelism.
 DCP_FEATURES = (
-    Feature(
-        "speculative_algorithm",
-        "SGLang merges no results of ranks where a dense draft takes over accepted tokens",
-        in_use=_is_given,
-    ),
     Feature("enable_deterministic_inference", "results of ranks are merged in an order of the batch"),
     Feature(
         "hicache_storage_backend",
@@ -181,6 +176,29 @@ DCP_FEATURES = (
         "SGLang makes its pages of the tokens of one rank, and a page of the pool has those of all",
     ),
     Feature("enable_two_batch_overlap", "the two have not been tested together"),
+)
+
+#: The same for models without sparse attention, and for models with it.
+DENSE_DCP_FEATURES = (
+    Feature(
+        "speculative_algorithm",
+        "SGLang merges no results of ranks where a dense draft takes over accepted tokens",
+        in_use=_is_given,
+    ),
+)
+SPARSE_DCP_FEATURES = (
+    Feature(
+        "disaggregation_mode",
+        "SGLang sends the index keys of such a server's pages to the addresses of others",
+        in_use=disaggregates,
+    ),
+    Feature(
+        "speculative_algorithm",
+        "only a model's own layer for multi-token prediction has been tested as its draft",
+        in_use=lambda name: (name or "EAGLE").upper() not in ("EAGLE", "NEXTN"),
+        values="other than `EAGLE`, `NEXTN`",
+    ),
+    Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
 #: Features that do not work with our readers of rows for sparse attention.
