@@ -7,7 +7,7 @@ import codec_oracle as oracle
 import pytest
 import torch
 from cases import crossed
-from dsa_case import DRAFTS, HEADS, LAYER, PAGE, RANK, TOKENS, Case, SparseKernel, in_forward
+from dsa_case import DRAFTS, HEADS, LAYER, PAGE, RANK, SCALE, TOKENS, TOP_K, Case, SparseKernel, in_forward
 from test_dcp_pool import as_rank
 from test_dsa_backend import EXTENDS, LENGTHS, PREFIXES, close, hooked  # noqa: F401
 
@@ -65,6 +65,60 @@ def test_ranks_together_attend_every_list(layout, mode, ranks, monkeypatch):
     assert cases[0].backend.forward_metadata.topk_indices_offset is None
     if mode == "EXTEND":
         assert any(bool(case.lse.isneginf().any()) for case in cases)
+
+
+def gathered(outs, lses):
+    """The merge `ag_rs` of SGLang: each rank weighs its results, and their sum is what the heads get."""
+    from sglang.kernels.ops.attention.dcp_kernels import correct_attn_out
+
+    parts = [torch.empty(out.transpose(0, 1).shape) for out in outs]
+    for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
+        correct_attn_out(out, torch.stack(lses), rank, None, part)
+    return sum(parts).transpose(0, 1)
+
+
+def exchanged(outs, lses):
+    """The merge `a2a` of SGLang: each rank gets the results of all ranks for its own heads."""
+    from sglang.kernels.ops.attention.dcp_kernels import dcp_lse_combine_triton, dcp_pack_a2a_send
+
+    ranks, (queries, heads, rank) = len(outs), outs[0].shape
+    sent = [
+        (torch.empty(ranks, queries, heads // ranks, rank, dtype=out.dtype), torch.empty(ranks, queries, 1))
+        for out in outs
+    ]
+    assert heads == ranks
+    for out, lse, (to, lse_to) in zip(outs, lses, sent, strict=True):
+        dcp_pack_a2a_send(out, lse, to, lse_to)
+    return torch.cat(
+        [
+            dcp_lse_combine_triton(
+                torch.stack([to[own] for to, _ in sent]), torch.stack([to[own] for _, to in sent]),
+                is_lse_base_on_e=False,
+            )[0]
+            for own in range(ranks)
+        ],
+        dim=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("merge", [gathered, exchanged])
+def test_sglangs_merges_take_queries_without_entries(merge):
+    """A first token is attended on one rank; queries that pad a batch, on none, and they get zeros."""
+    from sgl_kvpool.sglang_plugin.hooks import dsa
+
+    outs, lses = [], []
+    for rank, case in enumerate(cases_of("fp4", "DECODE", HEADS)):
+        with as_rank(rank, HEADS), in_forward(case.backend):
+            out = case.run("DECODE")
+            rows = case.pool.get_key_buffer(LAYER)
+            nothing = torch.full((2, TOP_K), -1, dtype=torch.int32)
+            padded = dsa.attend(case.backend, case.q[:2], rows, nothing, None, SCALE)
+        outs.append(torch.cat([out, padded[0]]))
+        lses.append(torch.cat([case.lse, padded[1]]))
+    assert bool(torch.stack(lses)[:, -2:].isneginf().all())
+    found = merge(outs, lses)
+    close(found[:-2].double(), case.wanted())
+    assert not found[-2:].any()
 
 
 def _all_entries(cache, *, page_table, dcp_size, **_):
