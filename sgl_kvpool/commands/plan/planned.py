@@ -37,6 +37,8 @@ class HostBytes:
     #: Host bytes of a state slot in all linear layers; 0 for models without linear layers.
     slot_bytes: int = 0
     device_slots: int = 0
+    #: Ranks over which the tokens of a page are spread: bytes are those of one rank for as many tokens.
+    spread_ranks: int = 1
     #: Bytes of a token in a draft's own host pool, which has as many tokens; not part of --hicache-size.
     draft_bytes: int = 0
     #: Ranks of a node that share one copy of a page; --hicache-size is the part of one rank.
@@ -79,7 +81,7 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
     slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
     tokens = pages * page_size
     rows_bytes = tokens * held.page_token_bytes // held.sharing_ranks
-    return HostTokens(tokens, slots, rows_bytes + slots * held.slot_bytes)
+    return HostTokens(tokens * held.spread_ranks, slots, rows_bytes + slots * held.slot_bytes)
 
 
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:

@@ -229,7 +229,8 @@ def _host_tier(server: PoolRequest) -> dict[str, int]:
     sharing_ranks = min(server.same_rows_ranks, view.tp_size // view.nnodes) if is_shared else 1
     both = server.layout, server.host_layout
     device_row, host_row = (server.row_format_in(each).row_bytes for each in both)
-    rows, draft = server.stage_rows + packed_layers(configurator), own_draft(configurator)
+    packed = packed_layers(configurator) * view.dcp_size  # each rank has all rows of a draft
+    rows, draft = server.stage_rows + packed, own_draft(configurator)
     on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in both)
     # The device bytes that SGLang counts per token besides the rows; SGLang's tier has them in another pool.
     keys = _pool_configurator(configurator)._cell_size - rows * device_row - on_device
@@ -237,6 +238,7 @@ def _host_tier(server: PoolRequest) -> dict[str, int]:
     return {
         "token_bytes": HostPageFormat.of_rows(page_size * in_page, page_size).bytes_per_token(page_size),
         "index_bytes": 0 if server.has_our_tier else keys,
+        "spread_ranks": view.dcp_size,
         "draft_bytes": on_host,
         "slot_bytes": HostPageFormat.of_states(states_bytes).size_bytes if states_bytes else 0,
         "sharing_ranks": sharing_ranks,

@@ -229,16 +229,21 @@ class SparseRows:
         """Run `mla_decode` on split and whole top-k lists, and decode rows for extends."""
         from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
 
-        heads = self.served.heads_per_rank
-        size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
-        reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))
-        for queries in self.batch_sizes():
-            q = torch.zeros((queries, heads, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
-            lists = torch.zeros((queries, self.top_k), dtype=torch.int32, device=self.device)
-            counts = torch.ones(queries, dtype=torch.int32, device=self.device)
-            reader.attend(q, self.rows, lists, counts, self.served.scaling)
+        for heads in self.heads():
+            size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
+            reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))
+            for queries in self.batch_sizes(heads):
+                q = torch.zeros((queries, heads, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+                lists = torch.zeros((queries, self.top_k), dtype=torch.int32, device=self.device)
+                counts = torch.ones(queries, dtype=torch.int32, device=self.device)
+                reader.attend(q, self.rows, lists, counts, self.served.scaling)
         for dtype in (torch.int32, torch.int64):
             gather_rows(self.rows.squeeze(1), torch.arange(2, dtype=dtype, device=self.device), self.fmt)
 
-    def batch_sizes(self) -> list[int]:
-        return _split_and_whole(self.fmt, self.served.heads_per_rank, 1, self.top_k, self.device)
+    def heads(self) -> list[int]:
+        """Heads of a target's queries, which have those of all `--dcp-size` ranks, and of a draft's."""
+        own = self.served.heads_per_rank
+        return sorted({own, own * self.served.dcp_size})
+
+    def batch_sizes(self, heads: int) -> list[int]:
+        return _split_and_whole(self.fmt, heads, 1, self.top_k, self.device)

@@ -13,7 +13,6 @@ from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.warmup.served import Served
 from sgl_kvpool.folders import CACHE, named
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.srt.facts.readers import sglang_dsa_reads
 
 #: Lines shown of a compiler's message.
 _LINES = 20
@@ -171,11 +170,12 @@ _WORDS = {
 
 def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
     from sgl_kvpool.commands.warmup.attention import SparseRows
+    from sgl_kvpool.sglang_plugin.rules.dsa import is_ours
 
     rows, steps = SparseRows(served, layout, device), []
     if not layout.is_sglang_native:
         steps.append(Step(f"{layout}: writing rows", _TRITON, rows.store))
-    if not sglang_dsa_reads(layout):
+    if is_ours(layout, served.dcp_size):
         steps.append(Step(f"{layout}: top-k lists", _TRITON, rows.read))
     return steps
 

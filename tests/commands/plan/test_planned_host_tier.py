@@ -4,6 +4,7 @@ import pytest
 from codec_oracle import ROW_BYTES
 from host_tier import stride_bytes
 from pools import INDEX_BYTES, device_pool, dsa_pool, hybrid_pool
+from test_dcp_pool import as_rank
 
 from sgl_kvpool.commands.plan.planned import HostBytes, host_tokens, largest_whole_gb
 
@@ -32,12 +33,15 @@ def test_rows(layout, host, page_size, size_gb):
     assert found.total_bytes == tier.kv_buffer.nbytes
 
 
-def test_index_keys_are_part_of_a_page():
-    pool = dsa_pool("fp4")
-    token_bytes = stride_bytes(pool.layer_num, 64, 416 + INDEX_BYTES) // 64
-    held = HostBytes(token_bytes=token_bytes, index_bytes=0, device_tokens=pool.size)
-    found, tier = host_tokens(held, 0.002, 64), tier_of(pool, 0.002, 64)
-    assert (found.tokens, found.total_bytes) == (tier.size, tier.kv_buffer.nbytes)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_index_keys_are_part_of_a_page(ranks):
+    """A rank has its own rows of a page, and the keys of all."""
+    with as_rank(0, ranks):
+        pool = dsa_pool("fp4")
+        token_bytes = stride_bytes(pool.layer_num, 64, 416 + ranks * INDEX_BYTES) // 64
+        held = HostBytes(token_bytes=token_bytes, index_bytes=0, device_tokens=pool.size, spread_ranks=ranks)
+        found, tier = host_tokens(held, 0.002, 64), tier_of(pool, 0.002, ranks * 64)
+        assert (found.tokens, found.total_bytes) == (tier.logical_size, tier.kv_buffer.nbytes)
 
 
 @pytest.mark.parametrize("size_gb", [0.0011, 0.004])

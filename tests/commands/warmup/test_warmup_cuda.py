@@ -27,6 +27,7 @@ CASES = {
     "sparse fp4": {"layout": "fp4", "top_k": 2048},
     "sparse fp8_block_scale": {"layout": "fp8_block_scale", "top_k": 2048},
     "sparse bf16": {"layout": "bf16", "top_k": 2048},
+    "sparse bf16 over two ranks": {"layout": "bf16", "top_k": 2048, "dcp_size": 2},
 }
 
 
@@ -125,6 +126,11 @@ def test_sparse_models(found):
     assert decodes(steps["top-k lists"]) == both(416, 0, 0, 4, 1, counts="*i32", stride="D")
     assert set(found["sparse fp8_block_scale"]) == {"writing rows"}  # SGLang's kernels read them
     assert found["sparse bf16"] == {}
+    # A rank attends the heads of both, and for a draft its own.
+    (lists,) = found["sparse bf16 over two ranks"].values()
+    assert kernels(lists) == {"decode_kernel", "merge_kernel", "gather_kernel"}
+    draft, target = (both(1152, 0, 0, n, 1, counts="*i32", stride="D") for n in (4, 8))
+    assert decodes(lists) == draft | target
 
 
 def test_lists_are_as_long_as_sglang_makes_them():
