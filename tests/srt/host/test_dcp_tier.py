@@ -104,6 +104,16 @@ def test_a_page_of_a_sparse_target_and_its_draft(layout, ranks, no_reserve):
             assert_holds(pool, expected)
 
 
+def test_the_self_check_compares_a_ranks_rows_and_all_keys(controller_of):
+    from sgl_kvpool.srt.self_check import check_tier
+
+    with as_rank(1, 2):
+        pool = dsa_pool("fp4", size=8 * DSA_PAGE)
+        controller = controller_of(pool, **rank_of(1, 2))
+        assert check_tier(controller, lambda good: good) == "2 pages to the host tier and back"
+        assert tier_of(controller).index_keys.shape[1] == 2 * LAYERS * DSA_PAGE * 132
+
+
 def test_lists_of_other_pages_are_a_miss(controller_of, failures, caplog):
     controller = controller_of(device_pool("fp4", pages=9), **rank_of(1, 2))
     kept = controller.write(controller.mem_pool_device_allocator.alloc(4 * PAGE), node_id=1)
