@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--windows",
         type=arguments.whole,
         metavar="N",
-        help="windows of text that are scored (as many as five minutes allow, 16 to 128; bytes: 32)",
+        help="windows of text that are scored (24, 128 at most; bytes: 32)",
     )
     demo.add_argument(
         "--cluster",
