@@ -54,12 +54,3 @@ def test_run_and_compare(tmp_path):
     printed, _ = third.communicate(timeout=300)
     assert third.returncode == 1
     assert "REGRESSION  codec-quick: what is not measured any more: was 20 results, is missing" in printed
-
-
-def test_a_step_that_ends_at_its_limit_is_not_known(tmp_path):
-    """A scale makes the limit short; test_first_light.py has steps that fail."""
-    run = start("--core", "--only", "codec-quick", "--time-limit-scale", "0.001", "--out", tmp_path / "out")
-    printed, _ = run.communicate(timeout=300)
-    assert run.returncode == 3, printed
-    assert "1 steps: 1 timed out" in printed
-    assert "codec-quick timed out: ended at its limit of 0 s" in printed
