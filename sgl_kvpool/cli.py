@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sgl_kvpool import __version__
-from sgl_kvpool.commands import arguments, evaluate, plan, reference, warmup
+from sgl_kvpool.commands import arguments, evaluate, plan, warmup
 from sgl_kvpool.commands.evaluate import report
 from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.tables import aligned
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--windows",
         type=arguments.whole,
         metavar="N",
-        help="windows of text that are scored (as many as five minutes allow, 16 to 128; bytes: 32)",
+        help="windows of text that are scored (24, 128 at most; bytes: 32)",
     )
     demo.add_argument(
         "--cluster",
@@ -94,11 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiling = commands.add_parser("warmup", help="compile what a server would compile when it starts")
     warmup.add_arguments(compiling)
     compiling.set_defaults(run=warmup.run)
-
-    tables = commands.add_parser(
-        "reference", help="print tables of layouts, arguments, variables, metrics, failures and refusals"
-    )
-    tables.set_defaults(run=_reference)
 
     _print_anything()
     given = parser.parse_args(argv)
@@ -162,11 +157,6 @@ def _layouts(arguments: argparse.Namespace) -> int:
         tokens = f"{widest / fmt.row_bytes:.2f}x"
         rows.append((fmt.layout.value, str(fmt.row_bytes), tokens, " | ".join(content)))
     print("\n".join(aligned(rows, left=(0, 3))))
-    return 0
-
-
-def _reference(arguments: argparse.Namespace) -> int:
-    print(reference.page())
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Comparison of tiles and splits of `mla_decode`, and the tile table that follows from their times.
+"""Comparison of tiles and splits of `mla_decode`.
 
 First every tile is compiled and checked on a small workload, several at a time. Then each is timed with the
 splits that the rule of decode_config.py gives it, on dense contexts of 2k to 32k tokens and on top-k 2048,
 batch 1 to 128. The fastest tile of each workload is timed with other splits, too. A tile that gives a wrong
 result, hangs or faults is left out from then on.
 
-At the end wrong tiles, reasons, faster splits and the tile table to commit are printed. `--device cpu` runs
+At the end wrong tiles, the fastest ones and faster splits are printed. `--device cpu` runs
 the kernels in Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
 """
 
@@ -22,7 +22,7 @@ from scripts.bench.attention.inputs import RANK, SCALE, Problem
 from scripts.bench.attention.measure import MeasuredAttention, best_us
 from scripts.bench.attention.peers import Prepared, Runner
 from scripts.bench.device import CpuDevice, CudaDevice
-from scripts.bench.tile_table import choose, split_findings, table_text, tile_of
+from scripts.bench.tile_table import findings, tile_of
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_checks import DecodeParams
 from sgl_kvpool.attention.decode_config import (
@@ -233,12 +233,11 @@ class Tiles(MeasuredAttention):
         return other_splits(min(measured, key=best_us)["job"])
 
     def wrong(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        return choose(rows).wrong_in_table
+        return findings(rows).wrong_in_table
 
     def text(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-        choice = choose(rows)
-        yield from (*choice.wrong, *choice.reasons, *split_findings(rows))
-        yield f"\nthe tile table to commit, in sgl_kvpool/attention/decode_config.py:\n\n{table_text(choice)}"
+        found = findings(rows)
+        yield from (*found.wrong, *found.fastest, *found.splits)
 
 
 def _workload(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """A folder of results: its journal, written after each step, and the run as text and as JSON beside it.
 
-The text says what is wrong and what is not known, and has the tile table to commit, targets and numbers.
+The text says what is wrong and what is not known, and has the fastest tiles, targets and numbers.
 """
 
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.tile_table import Findings, findings
 from scripts.kit.environment import Machine, driver_facts
 from scripts.kit.records import SCHEMA, Run, StepRecord, read_run, write_lines
 from scripts.kit.runner import Interrupted, Step, run_steps, signals_interrupt
@@ -17,7 +19,7 @@ from sgl_kvpool.folders import replace_file
 
 #: Most lines of failed tests, of faster splits, and of a step's numbers; results.jsonl has all.
 _MOST_TESTS, _MOST_SPLITS, _MOST_NUMBERS = 20, 12, 40
-_NO_GPU = "without a GPU: no kernel was checked, times mean nothing, a tile table must not be committed"
+_NO_GPU = "without a GPU: no kernel was checked, times mean nothing, tiles must not be taken from them"
 
 
 class Results:
@@ -98,27 +100,28 @@ class Results:
 
     def text(self) -> str:
         """The text of the run."""
-        records, table = self.all_records(), self._tile_table()
-        wrong = _wrong(records, self._failed_tests(), table["wrong"] if table else ())
+        records, tiles = self.all_records(), self._tiles()
+        wrong = _wrong(records, self._failed_tests(), tiles.wrong)
         lines = [
             *_head(self.run_of.facts, records),
             *_section("WRONG", wrong),
             *_section("NOT KNOWN", _not_known(records)),
-            *(_table(table) if table else ()),
+            *_section("FASTEST TILES, for the table in sgl_kvpool/attention/decode_config.py", tiles.fastest),
+            *_section("FASTER SPLITS than the rule's", tiles.splits[:_MOST_SPLITS]),
             *_section("TARGETS of speed, which do not fail the run", _targets(records)),
             *_section("NUMBERS", _numbers(records)),
         ]
         return "\n".join(lines) + "\n"
 
     def as_json(self) -> dict[str, Any]:
-        """Facts, steps, failed tests, the tile table, and what the benchmarks wrote."""
+        """Facts, steps, failed tests, the fastest tiles, and what the benchmarks wrote."""
         what = {step.name: step.what for step in self.steps}
         return {
             "schema": SCHEMA,
             **self.run_of.facts,
             "steps": [{**one.as_line(), "what": what.get(one.name, "")} for one in self.all_records()],
             "failed_tests": self._failed_tests(),
-            "tile_table": self._tile_table(),
+            "tiles": asdict(self._tiles()),
             "benchmarks": self._benchmarks(),
         }
 
@@ -132,18 +135,9 @@ class Results:
         found = {file.parent.name: _json(file) for file in files}
         return {name: one for name, one in found.items() if isinstance(one, dict)}
 
-    def _tile_table(self) -> dict[str, Any] | None:
-        """Tile table from the rows of all sweeps; None without one."""
-        from scripts.bench.tile_table import choose, split_findings, table_text
-
+    def _tiles(self) -> Findings:
         swept = [one for name, one in self._benchmarks().items() if name.startswith("tiles-")]
-        rows = [row for one in swept for row in one["results"]]
-        if not any(row["status"] == "measured" and row["job"]["part"] == "tile" for row in rows):
-            return None
-        choice = choose(rows)
-        splits = split_findings(rows)
-        text = table_text(choice)
-        return {"text": text, "reasons": choice.reasons, "wrong": choice.wrong, "splits": splits}
+        return findings([row for one in swept for row in one["results"]])
 
 
 def _json(path: Path) -> Any:
@@ -201,16 +195,6 @@ def _not_known(records: Sequence[StepRecord]) -> Iterator[str]:
             yield f"{record.name}: {left:.0f} cases not reached"
         notes = Counter(one.note for one in record.measurements if one.value is None and one.kind != "target")
         yield from (f"{record.name}: {count} numbers: {note}" for note, count in notes.items())
-
-
-def _table(table: dict[str, Any]) -> Iterator[str]:
-    """Lines of the tile table, not indented so that it can be pasted."""
-    yield from ("", "TILE TABLE TO COMMIT, in sgl_kvpool/attention/decode_config.py", "")
-    yield from (*table["text"].splitlines(), "")
-    yield from (f"  {line}" for line in table["reasons"])
-    if table["splits"]:
-        yield f"  splits: {len(table['splits'])} workloads where others than the rule's are clearly faster"
-        yield from (f"    {line}" for line in table["splits"][:_MOST_SPLITS])
 
 
 def _targets(records: Sequence[StepRecord]) -> Iterator[str]:

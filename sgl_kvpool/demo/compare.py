@@ -11,7 +11,6 @@ from sgl_kvpool.commands.arguments import naming
 from sgl_kvpool.commands.doctor.probes import host
 from sgl_kvpool.commands.evaluate import report
 from sgl_kvpool.commands.evaluate.measure import (
-    WINDOWS_PER_REQUEST,
     Scores,
     answer,
     ask,
@@ -43,9 +42,8 @@ _RESULTS += tuple(f"answers-{layout}.log" for layout in MLAKVCacheLayout)
 #: Tokens after a hit, of greedy text, and largest number of tokens of an answer.
 _AFTER_HIT, GREEDY_TOKENS, ANSWER_TOKENS = 32, 48, 240
 
-#: Time of all servers until the table, which determines the default number of windows: five minutes without
-#: what converts the model and imports SGLang; and time of a server besides its start and its windows.
-_TABLE_SECONDS, _OTHER_SECONDS = 240.0, 5.0
+#: Least number of windows, which exceed the pool of a server that shows its host tier.
+_LEAST_WINDOWS = 4
 #: Tokens of the pool of a server that shows its host tier: the prompt's 1000 and what is generated fit.
 _TIERED_TOKENS = 1408
 
@@ -68,34 +66,6 @@ def layout_server(
     if has_room_for_host_tier():
         arguments += [*_HOST_TIER, "--hicache-ratio", "6"]
     return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
-
-
-class Windows:
-    """Windows of the text that every server scores: a given number, or as many as five minutes allow."""
-
-    def __init__(self, model: DemoModel, count: int | None):
-        if count is None and model.fewest_windows == len(model.windows):
-            count = model.fewest_windows
-        if count is not None and not model.fewest_windows <= count <= len(model.windows):
-            limits = " to ".join(map(str, sorted({model.fewest_windows, len(model.windows)})))
-            raise ValueError(f"--windows {count}: model {model.name} has {limits}")
-        self._model = model
-        self._settled = count is not None
-        self.chosen = model.windows[:count]
-
-    def __str__(self) -> str:
-        if self._settled:
-            return f"{len(self.chosen)} windows"
-        fewest = self._model.fewest_windows
-        return f"as many windows as five minutes allow, {fewest} at least,"
-
-    def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
-        """Choose the number of windows, if none was given, from the times of the first of so many servers."""
-        if not self._settled:
-            left = _TABLE_SECONDS / servers - start_seconds - _OTHER_SECONDS
-            fitting = int(left / window_seconds) // WINDOWS_PER_REQUEST * WINDOWS_PER_REQUEST
-            self.chosen = self._model.windows[: max(fitting, self._model.fewest_windows)]
-            self._settled = True
 
 
 def _without_twins(model: DemoModel, layouts: Sequence[MLAKVCacheLayout]) -> list[MLAKVCacheLayout]:
@@ -121,14 +91,18 @@ def compare(
     Returns exit status 1 if a server failed (results of earlier servers are still shown and written), if a
     hit in the host tier gave other tokens than a hit on the device, or if results could not be written.
     """
-    windows = Windows(model, window_count)
+    count = window_count or model.scored_windows
+    if not _LEAST_WINDOWS <= count <= len(model.windows):
+        limits = f"{_LEAST_WINDOWS} to {len(model.windows)}"
+        raise ValueError(f"--windows {count}: model {model.name} has {limits}")
+    model = dataclasses.replace(model, windows=model.windows[:count])
     with naming("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
     row = model.row_format(MLAKVCacheLayout.BF16)
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
         f"{row.qk_rope_head_dim}; device: cpu\n"
-        f"text: {model.text}, {windows} of {len(model.windows[0])} {model.token}s"
+        f"text: {model.text}, {count} windows of {len(model.windows[0])} {model.token}s"
     )
     if not has_room_for_host_tier():
         print(f"{report.NO_HOST_TIER}; {_HOST_TIER_BYTES >> 30} GiB are needed")
@@ -138,7 +112,7 @@ def compare(
         served, failed = in_turn(
             layouts,
             lambda layout: layout_server(model, layout, free_port(), folder / f"server-{layout}.log"),
-            lambda server, layout, seconds: _score(server, model, layout, windows, len(layouts), seconds),
+            lambda server, layout, seconds: _score(server, model, layout, seconds),
             forks,
         )
         if not served:
@@ -150,7 +124,7 @@ def compare(
             logs = [f"server-{layout}.log" for layout in layouts[: len(served) + failed]]
             for name in set(_RESULTS).difference(logs):  # of an earlier run
                 (folder / name).unlink(missing_ok=True)
-            without_plot = _write(folder, results, model, windows)
+            without_plot = _write(folder, results, model)
             if not failed:
                 print("Host tier and whole answers; the table stays as it is:")
                 shown, failed = in_turn(
@@ -165,7 +139,7 @@ def compare(
                     dataclasses.replace(result, **more) for result, more in zip(results, shown, strict=False)
                 ] + results[len(shown) :]
                 print(f"\n{report.answers(results, model.question)}\n")
-                without_plot = _write(folder, results, model, windows)
+                without_plot = _write(folder, results, model)
             if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
                 print("failed: a hit in the host tier gave other tokens than a hit on the device")
                 failed = True
@@ -177,34 +151,25 @@ def compare(
     return int(failed)
 
 
-def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, windows: Windows) -> str:
+def _write(folder: Path, results: Sequence[report.Result], model: DemoModel) -> str:
     """Write the JSON and the plot; returns the reason if there is no plot, else an empty string."""
-    facts = _facts(model, windows.chosen)
+    facts = _facts(model)
     report.write_json(folder / "demo.json", results, facts)
     return report.plot_or_reason(folder / "demo.png", results, model.title, facts)
 
 
 def _score(
-    server: Server,
-    model: DemoModel,
-    layout: MLAKVCacheLayout,
-    windows: Windows,
-    servers: int,
-    start_seconds: float,
+    server: Server, model: DemoModel, layout: MLAKVCacheLayout, start_seconds: float
 ) -> tuple[tuple[report.Result, Scores], str]:
     info = report.info_of(server, layout)
     began = time.monotonic()
-    scores = Scores([], [])
-    for some in (slice(WINDOWS_PER_REQUEST), slice(WINDOWS_PER_REQUEST, None)):
-        scores += score(server, windows.chosen[some])
-        window_seconds = (time.monotonic() - began) / len(scores.top_tokens)
-        windows.settle(servers, start_seconds, window_seconds)
+    scores = score(server, model.windows)
     scoring_seconds = time.monotonic() - began
     pool_bytes = model.layers * model.bf16_tokens * model.row_format(MLAKVCacheLayout.BF16).row_bytes
     result = report.result_of(
         info, model.row_format(layout), scores, start_seconds, scoring_seconds, pool_bytes
     )
-    return (result, scores), f"{len(windows.chosen)} windows scored in {scoring_seconds:.0f} s"
+    return (result, scores), f"{len(model.windows)} windows scored in {scoring_seconds:.0f} s"
 
 
 def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
@@ -224,15 +189,15 @@ def _show(server: Server, model: DemoModel) -> tuple[dict[str, Any], str]:
     return more, "asked"
 
 
-def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
+def _facts(model: DemoModel) -> dict[str, Any]:
     return {
         **report.measured_on(),
         "device": "cpu",
         "model": model.name,
         "model_sha256": model.sha256,
         "token": model.token,
-        "held_out_windows": len(windows),
-        "held_out_tokens_scored": sum(len(window) - 1 for window in windows),
+        "held_out_windows": len(model.windows),
+        "held_out_tokens_scored": sum(len(window) - 1 for window in model.windows),
         "prompts": model.prompts,
         "question": model.question,
     }

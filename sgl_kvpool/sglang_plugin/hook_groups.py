@@ -79,6 +79,7 @@ GROUPS = (
     ARGUMENTS,
     MODEL_RULES,
     LAUNCHER,
+    SPARSE_RANKS,
     POOLS,
     SPARSE_RANKS,
     HookGroup(

@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ import torch
 from sgl_kvpool import metrics
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.canonical import CanonicalKVCaches
-from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.cpu_engine import TorchEngine, engine_class
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
@@ -115,14 +114,13 @@ class _OnStream:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Inputs to the choice of the engine that moves the pages of a host tier.
+    """The engine that moves the pages of a host tier; "auto" is `staged` on a GPU.
 
     `chunks` are those of the host pages, None if they are not pinned. `gpu_calls` loads the compiled side of
     the GPU engines, csrc/engine_calls.h; it is called for GPU pools only.
     """
 
     engine: str
-    io_backend: str
     chunks: RegisteredChunks | None
     gpu_calls: Callable[[], Any]
 
@@ -146,11 +144,7 @@ class TransferChannels:
     @property
     def run_bytes(self) -> list[int]:
         """Sizes of the copy runs of a page to the host."""
-        return _run_bytes(channel.plan for channel in self.to_host)
-
-
-def _run_bytes(plans: Iterable[TransferPlan]) -> list[int]:
-    return sorted({run.run_bytes for plan in plans for run in plan.copy_runs})
+        return sorted({run.run_bytes for channel in self.to_host for run in channel.plan.copy_runs})
 
 
 def build_channels(
@@ -187,19 +181,15 @@ def build_channels(
         host = packed_view(pages, group, offset_bytes)
         plans.append((TransferPlan(view, host, group.name), TransferPlan(host, view, group.name)))
         offset_bytes += group.bytes_per_page
-    return channels_of(plans, pages, page_bytes, request)
+    return channels_of(plans, page_bytes, request)
 
 
 def channels_of(
-    plans: Sequence[tuple[TransferPlan, TransferPlan]],
-    pages: torch.Tensor,
-    staged_bytes: int,
-    request: EngineRequest,
+    plans: Sequence[tuple[TransferPlan, TransferPlan]], staged_bytes: int, request: EngineRequest
 ) -> TransferChannels:
     """Transfer channels of plans to the host and back for each pool, all with the same engines.
 
-    `pages` is host memory `[pages, bytes]` uint8, contiguous and still unused, and `staged_bytes` the minimum
-    of a buffer slot: a page of rows, or `staged_state_bytes` for states.
+    `staged_bytes` is the minimum of a buffer slot: a page of rows, or `staged_state_bytes` for states.
     """
     tensors = plans[0][0].source.tensors
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -207,62 +197,29 @@ def channels_of(
         to_host: Engine = engine_class(required=request.engine == CPU_ENGINE)
         to_device: Engine = to_host
     else:
-        to_host, to_device = _gpu_engines([there for there, _ in plans], pages, staged_bytes, device, request)
+        to_host, to_device = _gpu_engines(staged_bytes, device, request)
     return TransferChannels(
         [TransferChannel(there, "to_host", to_host) for there, _ in plans],
         [TransferChannel(back, "to_device", to_device) for _, back in plans],
     )
 
 
-def _gpu_engines(
-    plans: Sequence[TransferPlan],
-    pages: torch.Tensor,
-    staged_bytes: int,
-    device: torch.device,
-    request: EngineRequest,
-) -> tuple[Engine, Engine]:
-    """Engine factories of both directions; torch's for "auto" if a GPU engine cannot be built."""
+def _gpu_engines(staged_bytes: int, device: torch.device, request: EngineRequest) -> tuple[Engine, Engine]:
+    """Engine factories of both directions: torch's for unpinned memory, or if "auto" cannot be built."""
+    if request.chunks is None:  # before the build, which takes 10 s
+        return TorchEngine, TorchEngine
+    engine = StagedEngine if request.engine == "auto" else GPU_ENGINES[request.engine]
+    made: list[Engine] = []
     try:
-        return _built_engines(plans, pages, staged_bytes, device, request)
-    except Exception as error:  # no CUDA compiler, no memory for a buffer, a failed measurement
+        calls = request.gpu_calls()
+        for to_host in (True, False):
+            # The engines of one direction can share a page buffer, because channels use one stream.
+            buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
+            tools = EngineTools(calls, device, buffer, request.chunks)
+            made.append(functools.partial(engine, tools=tools, to_host=to_host))
+    except Exception as error:  # no CUDA compiler, no memory for a buffer
         if request.engine != "auto":
             raise
         metrics.failed("engine_build", "the GPU engines", error=error)
         return TorchEngine, TorchEngine
-
-
-def _built_engines(
-    plans: Sequence[TransferPlan],
-    pages: torch.Tensor,
-    staged_bytes: int,
-    device: torch.device,
-    request: EngineRequest,
-) -> tuple[Engine, Engine]:
-    """As `_gpu_engines`, but raises the error of an engine that cannot be built."""
-    chunks = request.chunks
-    run_bytes = min(_run_bytes(plans), default=0)
-    converts, is_pinned = plans[0].conversion is not None, chunks is not None
-    calls = request.gpu_calls() if is_pinned else None  # torch copies unpinned memory; the build takes 10 s
-    wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
-    rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}
-    made: list[Engine] = []
-    for direction in ("to_host", "to_device"):
-        name, reason = engine_choice.choose(
-            request.engine,
-            run_bytes=run_bytes,
-            converts=converts,
-            io_backend=request.io_backend,
-            is_pinned=is_pinned,
-            rates=rates.get(direction),
-        )
-        link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
-        logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
-        if name == TorchEngine.name or chunks is None:
-            made.append(TorchEngine)
-            continue
-        engine = GPU_ENGINES[name]
-        # The engines of one direction can share a page buffer, because channels use one stream.
-        buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
-        tools = EngineTools(calls, device, buffer, chunks)
-        made.append(functools.partial(engine, tools=tools, to_host=direction == "to_host"))
     return made[0], made[1]

@@ -1,13 +1,10 @@
 """Which models the demo serves, how much of their texts it scores, and SmolLM2's conversion."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from sgl_kvpool.demo import compare, smollm2
-from sgl_kvpool.demo.compare import Windows
 from sgl_kvpool.demo.model import choose
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -41,41 +38,6 @@ def test_without_the_package_the_byte_model_is_served_and_the_other_named(monkey
     assert capsys.readouterr().out == ""
 
 
-def test_windows_of_the_byte_model(bytes_model):
-    windows = Windows(bytes_model, None)
-    windows.settle(servers=4, start_seconds=500.0, window_seconds=9.0)
-    assert len(windows.chosen) == 32
-    with pytest.raises(ValueError, match="--windows 31: model bytes has 32$"):
-        Windows(bytes_model, 31)
-
-
-@pytest.mark.parametrize(
-    ("window_seconds", "count"),
-    # (240 / 4 - 7 - 5) / 0.95 = 50.5, rounded down to a multiple of four; a slow machine still scores the
-    # minimum, a fast one all.
-    [(0.95, 48), (60.0, 32), (0.01, 128)],
-)
-def test_as_many_windows_as_five_minutes_allow(bytes_model, window_seconds, count):
-    model = dataclasses.replace(bytes_model, windows=[[n] * 512 for n in range(128)])
-    windows = Windows(model, None)
-    assert str(windows) == "as many windows as five minutes allow, 32 at least,"
-    windows.settle(servers=4, start_seconds=7.0, window_seconds=window_seconds)
-    assert str(windows) == f"{count} windows"
-    assert windows.chosen == model.windows[:count]
-    # The times of the first server decide.
-    windows.settle(servers=4, start_seconds=7.0, window_seconds=1.0)
-    assert len(windows.chosen) == count
-
-
-def test_a_number_of_windows_that_was_asked_for(bytes_model):
-    model = dataclasses.replace(bytes_model, windows=[[n] * 512 for n in range(128)])
-    windows = Windows(model, 77)
-    windows.settle(servers=4, start_seconds=500.0, window_seconds=9.0)
-    assert len(windows.chosen) == 77
-    with pytest.raises(ValueError, match="--windows 129: model bytes has 32 to 128$"):
-        Windows(model, 129)
-
-
 @needs_smollm2
 def test_layouts_that_are_the_same_without_rotary_values(bytes_model, capsys):
     model = choose("smollm2")
@@ -95,6 +57,7 @@ def test_layouts_that_are_the_same_without_rotary_values(bytes_model, capsys):
 def test_windows_of_smollm2(folder):
     model = choose("smollm2")
     assert [len(window) for window in model.windows] == [512] * 128
+    assert model.scored_windows == 24
     assert len({tuple(window) for window in model.windows}) == 128
     ids = smollm2.english_token_ids(folder)
     pieces = [ids[start : start + 512] for start in range(0, 128 * 512, 512)]

@@ -27,7 +27,7 @@ def served(monkeypatch):
     failing = {}
     scores = Scores([[-1.0, -2.0], [-1.5, -0.5]], [[1, 2], [3, 4]])
 
-    def score(server, model, layout, windows, servers, start_seconds):
+    def score(server, model, layout, start_seconds):
         if layout in failing:
             raise failing[layout]
         return (dataclasses.replace(one_result.BF16, layout=layout.value), scores), "scored"
@@ -79,6 +79,17 @@ def test_a_run_takes_an_earlier_ones_place(tmp_path, served, capsys):
     assert (tmp_path / "server-fp4.log").read_text() == "new"
     assert (tmp_path / "notes.txt").read_text() == "old"
     assert f"all numbers: {tmp_path / 'demo.json'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [3, 33])
+def test_numbers_of_windows_that_are_refused(tmp_path, count):
+    with pytest.raises(ValueError, match=f"--windows {count}: model bytes has 4 to 32$"):
+        compare.compare(BYTES, [FP4], tmp_path, count)
+
+
+def test_a_number_of_windows_that_was_asked_for(tmp_path, served):
+    assert compare.compare(BYTES, [FP4], tmp_path, 7) == 0
+    assert json.loads((tmp_path / "demo.json").read_text())["held_out_windows"] == 7
 
 
 def test_servers_start_anew_where_none_can_be_forked(tmp_path, served, capsys, monkeypatch):

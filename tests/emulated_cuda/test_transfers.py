@@ -293,16 +293,15 @@ def test_torch_repeats_a_transfer_that_fails(engine, function, after, failures):
 
 def test_without_memory_for_a_page_buffer_auto_takes_torch(monkeypatch, failures):
     tier = Tier("kernel")
-    request = EngineRequest("auto", "kernel", RegisteredChunks(), gpu_calls)
+    request = EngineRequest("auto", RegisteredChunks(), gpu_calls)
     plans = [(tier.there, tier.back)]
-    assert channels_of(plans, tier.memory, tier.memory.shape[1], request).engines == "staged"
+    size = tier.memory.shape[1]
+    assert channels_of(plans, size, request).engines == "staged"
     monkeypatch.setattr(ALLOCATOR, "total_bytes", ALLOCATOR.allocated_bytes + 1000)
-    assert channels_of(plans, tier.memory, tier.memory.shape[1], request).engines == "torch"
+    assert channels_of(plans, size, request).engines == "torch"
     assert failures() == {"engine_build": 1.0}
     with pytest.raises(torch.OutOfMemoryError):
-        channels_of(plans, tier.memory, tier.memory.shape[1], EngineRequest(
-            "staged", "kernel", RegisteredChunks(), gpu_calls
-        ))  # fmt: skip
+        channels_of(plans, size, EngineRequest("staged", RegisteredChunks(), gpu_calls))
 
 
 # ------------------------------------------------------------------------------------- registration

@@ -118,7 +118,7 @@ def test_evaluation_of_a_checkpoint(record):
     names = ["bf16", "fp4", "fp4_fp8_rope"]
     logs = [f"server-{name}.log" for name in names] + [f"scores-{name}.json.gz" for name in names]
     assert found["files"] == sorted(["evaluate.json", "evaluate.png", *logs])
-    assert re.search(r"^2 servers of about \d+ minutes each", first, re.MULTILINE)
+    assert re.search(r"^\[1/2\] bf16: ready after ", first, re.MULTILINE)
     assert second.startswith("bf16: taken from ")
     results = {result["layout"]: result for result in found["results"]}
     assert list(results) == names

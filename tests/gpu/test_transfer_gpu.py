@@ -12,7 +12,6 @@ from codec_oracle import LAYOUTS
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, quick, round_trip, slots_of
 
 from sgl_kvpool import compiler
-from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
 from sgl_kvpool.transfer.gpu_engine import PageBuffer, RegisteredChunks, gpu_calls
@@ -187,15 +186,6 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     channel.engine.copy(Transfer(*lists, to_host=True))
     torch.cuda.synchronize()
     assert (memory[[4, 0]] == 5).all()
-
-
-@pytest.mark.quick
-def test_rates_of_the_link(device):
-    host = pinned(64, 1 << 20)
-    rates = engine_choice.measure(gpu_calls(), host, RegisteredChunks(), device)
-    for found in rates.values():
-        assert 1 < found.link_gb_per_s < 1000
-        assert sorted(found.gb_per_s) == [1 << n for n in range(13, 21)]
 
 
 @pytest.mark.quick

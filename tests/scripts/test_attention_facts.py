@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from ptxrun_builds import cache_folder
 
-from scripts.figures import attention_facts, flashmla_costs, loop_costs
+from scripts.figures import attention_facts, flashmla_costs
 from scripts.figures.attention_facts import TILE_COSTS, UNITS
 from sgl_kvpool.attention.decode_config import table, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -144,97 +144,3 @@ def test_no_tile_became_worse(counted, layout, heads):
     assert not [worse(new, old) for new, old in zip(found, committed, strict=True) if worse(new, old)], (
         "mend it, or commit what attention_facts.py --write counts, and say why"
     )
-
-
-# The counting, on a few instructions by hand
-
-
-def sass(text):
-    """A text of `nvdisasm -c -hex`, from labels, and lines of stall clocks and instruction."""
-    lines, at = [".text.kernel:"], 0
-    for line in text.strip().splitlines():
-        if line.endswith(":"):
-            lines.append(line)
-            continue
-        stall, code = line.split(maxsplit=1)
-        word = int(stall) << 41
-        lines += [f"        /*{at:04x}*/    {code} ;   /* 0x{at:016x} */", f"        /* 0x{word:016x} */"]
-        at += 16
-    return "\n".join(lines)
-
-
-SASS = """
-.L_x_1:
-1 LDG.E.128 R4, desc[UR4][R2.64]
-.L_x_2:
-2 @!P0 LDG.E R4, desc[UR4][R2.64]
-15 STS.128 [R8], R4
-1 LDS.U8 R4, [R8]
-1 LDL.64 R4, [R1]
-1 LDSM.16.M88.4 R4, [R8]
-1 HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24
-1 HGMMA.64x8x16.F32.BF16 R24, R28, gdesc[UR4], R24, gsb0
-1 WARPGROUP.DEPBAR.LE gsb0, 0x1
-1 WARPGROUP.DEPBAR.LE gsb0, 0x0
-4 LOP3.LUT R4, R4, R5, RZ, 0xc0, !PT
-5 @P0 BRA `(.L_x_2)
-1 @P1 BRA `(.L_x_1)
-"""
-#: A loader's role: it waits on an mbarrier, copies 8 KB, sends 16 bytes per lane to another SM, and converts.
-LOADER = """
-.L_x_3:
-9 UTMALDG.4D [UR16], [UR8], desc[UR10]
-1 SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R4
-1 @!P1 BRA `(.L_x_5)
-.L_x_4:
-1 LDG.E R4, desc[UR4][R2.64]
-1 STAS.128 [R28.64], R12
-2 F2FP.BF16.F32.PACK_AB R4, R4, R5
-5 @P0 BRA `(.L_x_3)
-1 EXIT
-.L_x_5:
-1 SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R4
-1 @!P1 BRA `(.L_x_5)
-1 BRA `(.L_x_4)
-"""
-
-
-def test_costs_by_hand():
-    """4 warps, 16 rows: each instruction of the loop is a quarter of a warp instruction per row."""
-    (loop,) = loop_costs.role_loops(sass(SASS))
-    found = loop_costs.costs([loop.instructions], rows=16, warps=4, programs=2)
-    assert found.warp_instructions == 11 / 4
-    assert found.clk["issue"] == 11 / 16
-    assert found.clk["integer"] == 1 / 8
-    # A store of 16 bytes per lane, a byte that takes a pass, four matrices; a warp group reads 2048 bytes of
-    # the first product's A and 512 of its B, and 256 of the second one's B.
-    assert found.clk["shared"] == (4 + 1 + 4 + (2048 + 512 + 256) / 4 / 128) / 4
-    assert found.clk["spills"] == 2 / 4
-    assert found.clk["loads"] == 1 / 4
-    assert found.clk["tensor"] == (64 * 16 * 16 + 64 * 8 * 16) / 4 / 2048 / 4
-    assert found.draining_waits == 1
-    assert found.stall_clk == (2 + 15 + 7 * 1 + 4 + 5) / 16 / 2
-    assert loop_costs.least_load_lead(loop.instructions) == 2 / 33
-
-
-def test_costs_of_roles():
-    """The way back from the wait after EXIT is not a role, though it is the largest loop that copies."""
-    code = sass(SASS + LOADER.lstrip())
-    with pytest.raises(ValueError, match="no loop with HGMMA"):
-        loop_costs.role_loops(code.replace("HGMMA", "HMMA"))
-    assert [loop.label for loop in loop_costs.loops(code)] == [
-        ".L_x_2", ".L_x_1", ".L_x_3", ".L_x_5", ".L_x_4",
-    ]  # fmt: skip
-    roles = [loop.instructions for loop in loop_costs.role_loops(code)]
-    assert [len(role) for role in roles] == [11, 7]
-    alone, both = (loop_costs.costs(roles[:n], 16, 4, box_bytes=8192) for n in (1, 2))
-    # One thread issues the bulk copy. STAS leaves one SM and arrives in another.
-    assert both.clk["shared"] - alone.clk["shared"] == 8192 / 128 / 16 + 2 * 4 / 4
-    assert both.clk["loads"] - alone.clk["loads"] == 1 / 4
-    assert both.clk["special"] == 2 / 4
-    assert both.stall_clk == alone.stall_clk == 33 / 16
-    assert loop_costs.least_load_lead(roles[1]) == 2 / 20
-    assert loop_costs.least_load_lead(roles[1][:4]) == 10 / 12  # its next use is in the next iteration
-    assert loop_costs.least_load_lead(roles[1][:3]) == 1
-    with pytest.raises(ValueError, match="UTMALDG"):
-        loop_costs.costs(roles, 16, 4)

@@ -36,15 +36,6 @@ def test_demo_servers_do_not_inherit_the_variables_of_options():
 # -------------------------------------------------------------------- refusals
 
 
-def test_where_the_layout_is_the_obstacle_it_is_named(arranged):
-    with pytest.raises(ValueError, match="does not work with --kv-cache-layout fp4"):
-        arranged("token_major", "--enable-hisparse", "--disaggregation-mode", "prefill", layout="fp4")
-    with pytest.raises(
-        ValueError, match=r"triton cannot read rows of --kv-cache-layout fp4;.*or use kvpool_mla$"
-    ):
-        arranged("token_major", "--attention-backend", "triton", layout="fp4")
-
-
 def test_a_backend_changed_on_the_way_is_noticed(arranged, monkeypatch):
     from sglang.srt.arg_groups import overrides, resolution_hooks
 

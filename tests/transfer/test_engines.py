@@ -168,8 +168,8 @@ def test_a_load_whose_channels_interleave_is_counted_once(counting):
         return tuple(counting(f"sgl_kvpool_transfer_{what}_total", **labels) for what in ("bytes", "seconds"))
 
     plans = [(TransferPlan(device, host, "kv"), TransferPlan(host, device, "kv"))] * 2
-    request = EngineRequest("auto", "kernel", None, calls)
-    channels = channels_of(plans, host.tensors[0], 0, request).to_device
+    request = EngineRequest("auto", None, calls)
+    channels = channels_of(plans, 0, request).to_device
     for channel in channels:
         channel.engine = KernelEngine(channel.plan, shared, False)
     before = moved("kernel")

@@ -1,6 +1,5 @@
-"""Self-check of every layout without a model, over small pools on this machine's device, and its rates."""
+"""Self-check of every layout without a model, over small pools on this machine's device."""
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from sgl_kvpool.attention.decode import mla_decode
-from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.commands import rehearsal
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
@@ -20,9 +18,6 @@ from sgl_kvpool.transfer.host_options import HostTierOptions
 
 _LAYERS, _PAGE_SIZE, _PAGES, _HEADS, _SCALE = 3, 64, 9, 16, 0.072
 _GEOMETRY: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-#: 72 MiB of values on a GPU, where a launch takes as long as 4 MiB.
-_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 12}
-_LINK_BYTES = 256 << 20
 
 
 def self_check() -> tuple[dict[str, str], list[str]]:
@@ -44,10 +39,6 @@ def self_check() -> tuple[dict[str, str], list[str]]:
             problems.append(f"{name}: {error}; do not serve this, and report it")
         else:
             facts[name] = f"passed in {time.monotonic() - began:.2f} s: {', '.join(found)}"
-    try:
-        facts |= rates(device)
-    except Exception as error:  # rates are worth less than the checks above
-        problems.append(f"rates of the link and of rows: {error}")
     return facts, problems
 
 
@@ -142,37 +133,3 @@ def _controller(pool: Any) -> Any:
         io_backend="kernel",
         transfer_layer_id_max=_LAYERS,
     )
-
-
-def rates(device: str) -> dict[str, str]:
-    """GB/s of a copy between device and pinned memory, and of BF16 values that are encoded and decoded."""
-    rank, rope_dim = _GEOMETRY.values()
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_TOKENS[device], rank + rope_dim, generator=generator).to(device, torch.bfloat16)
-    found = {}
-    if device == "cuda":
-        host = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.zeros_like(host, device=device)
-        out = _gb_per_s(_LINK_BYTES, partial(host.copy_, there))
-        back = _gb_per_s(_LINK_BYTES, partial(there.copy_, host))
-        found["link"] = f"{out:.1f} GB/s to host memory, {back:.1f} GB/s back"
-    nope, rope = values[:, :rank], values[:, rank:]
-    for layout in MLAKVCacheLayout:
-        fmt = layout.row_format(**_GEOMETRY)
-        rows = encode_rows(nope, rope, fmt)
-        encoded = _gb_per_s(values.nbytes, partial(encode_rows, nope, rope, fmt))
-        decoded = _gb_per_s(values.nbytes, partial(decode_rows, rows, fmt))
-        found[f"{layout} rows"] = f"{encoded:.2f} GB/s of bf16 values encoded, {decoded:.2f} GB/s decoded"
-    return found
-
-
-def _gb_per_s(size_bytes: int, call: Callable[[], object]) -> float:
-    """Median rate of five calls after two, launches included."""
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return size_bytes / statistics.median(times[2:]) / 1e9

@@ -47,8 +47,6 @@ _DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 _MOST_HIDDEN_TOKENS = 131072
 #: Tokens of a request besides such a text: its frame and the answer.
 _BESIDES_TOKENS = 192
-#: Assumed for the estimate before the first server: reading weights, SGLang's start, prefill on CPU and GPU.
-_WEIGHTS_GIB_PER_S, _START_S, _CPU_TOKENS_PER_S, _GPU_TOKENS_PER_S = 1.0, 60.0, 250.0, 5000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,7 +282,7 @@ def run(arguments: argparse.Namespace) -> int:
     ValueError if an argument is invalid, model or text cannot be read, or the folder has damaged results or
     those of another run; OSError if the results cannot be written.
     """
-    subject, weights_gib, context_tokens = _subject(arguments)
+    subject = _subject(arguments)
     with common.naming("--out", arguments.out):
         arguments.out.mkdir(parents=True, exist_ok=True)
     evaluation = _Evaluation(subject, arguments.out)
@@ -296,8 +294,8 @@ def run(arguments: argparse.Namespace) -> int:
     for layout in (one for one in layouts if one not in left):
         print(f"{layout}: taken from {arguments.out}")
     on_cpu = "--device cpu" in " ".join(subject.arguments).replace("--device=", "--device ")
-    estimate = _estimate(subject, len(left), weights_gib, context_tokens, on_cpu)
-    print(estimate if left else "nothing is left to serve", flush=True)
+    if not left:
+        print("nothing is left to serve", flush=True)
     with ExitStack() as stack:
         # A process that has initialized CUDA cannot be forked.
         forks = import_once(stack.enter_context(Forks())) if on_cpu and left else None
@@ -319,8 +317,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int]:
-    """What is evaluated, the GiB of its weights if they are here, and the model's context in tokens."""
+def _subject(arguments: argparse.Namespace) -> _Subject:
     for flag, count, least in (
         ("--windows", arguments.windows, 2),
         ("--window-tokens", arguments.window_tokens, 128),
@@ -331,8 +328,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
     with common.naming("--model", arguments.model):
         if Path(arguments.model).is_file():
             raise ValueError(f"--model {arguments.model} is a file; a server needs the checkpoint's folder")
-        model = find_model(arguments.model)
-        with model.sglang_path() as path:
+        with find_model(arguments.model).sglang_path() as path:
             config = json.loads((Path(path) / "config.json").read_text("utf-8", errors="replace"))
     check_sizes(config)
     texts = config.get("text_config")
@@ -353,7 +349,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
         raise ValueError(f"--window-tokens {window}: a context of {context_tokens} allows one less, at most")
     with common.naming("--text", arguments.text):
         text = arguments.text.read_text("utf-8")
-    subject = _Subject(
+    return _Subject(
         model=arguments.model,
         rank=config["kv_lora_rank"],
         rope=config["qk_rope_head_dim"],
@@ -364,18 +360,4 @@ def _subject(arguments: argparse.Namespace) -> tuple[_Subject, float | None, int
         hidden_tokens=arguments.hidden_tokens,
         arguments=tuple(words),
         checkpoint=fingerprint((arguments.model, *words)) + Path(path).name,  # a hub's commit
-    )
-    return subject, model.weights_gib, context_tokens
-
-
-def _estimate(subject: _Subject, servers: int, weights_gib: float | None, context: int, on_cpu: bool) -> str:
-    """A line with the time that the servers will take, by rates that the line names."""
-    tokens_per_s, hidden = _CPU_TOKENS_PER_S if on_cpu else _GPU_TOKENS_PER_S, subject.hidden_tokens
-    hidden = min(context, _MOST_HIDDEN_TOKENS) if hidden is None else hidden
-    tokens = subject.windows * subject.window_tokens + len(_DEPTHS) * hidden
-    seconds = _START_S + (weights_gib or 0) / _WEIGHTS_GIB_PER_S + tokens / tokens_per_s
-    return (
-        f"{servers} servers of about {seconds / 60:.0f} minutes each, if weights are read with "
-        f"{_WEIGHTS_GIB_PER_S:g} GiB/s and {tokens_per_s:g} tokens are prefilled per second; the first "
-        "server tells better"
     )

@@ -97,7 +97,6 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
             kwargs["page_size"],
             memory.hicache_mem_layout,
             draft_pools=kwargs.get("mtp_draft_device_pools", ()),
-            io_backend=memory.hicache_io_backend,
             # A shared tier does not use the store's allocator. With "default", a store that needs memory of
             # its own allocator refuses this pool.
             allocator_type=get_allocator_type() if node_ranks is None else "default",
@@ -158,7 +157,7 @@ def _get_init_info_of_replicas(original, self):
 )
 def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     """The host pool of a draft that is not packed with its target."""
-    from sglang.srt.runtime_context import get_memory, get_server_args
+    from sglang.srt.runtime_context import get_server_args
 
     from sgl_kvpool.srt.host.memory import require_room
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
@@ -177,9 +176,7 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
         if tokens is not None:
             require_room(tokens * own_draft_bytes(pool), tokens)
         return original(pool=pool, **kwargs)
-    return HierarchicalMLAHostPool(
-        pool, host_size=0, io_backend=get_memory().hicache_io_backend, with_checksum=False, **kwargs
-    )
+    return HierarchicalMLAHostPool(pool, host_size=0, with_checksum=False, **kwargs)
 
 
 @around(f"{_CONTROLLER}.attach_storage_backend", "host tier", reads=("prefetch_threshold",))

@@ -118,7 +118,6 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, **kwargs):
         kwargs["layout"],
         draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         options=stack.options,
-        io_backend=memory.hicache_io_backend,
         allocator_type=get_allocator_type(),
     )
     # SGLang names stored pages, also those of states, by the tag of the rows only.

@@ -70,7 +70,6 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         *,
         draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
         pin_memory: bool | None = None,
-        io_backend: str = "kernel",
         node_ranks: NodeRanks | None = None,
         with_checksum: bool = True,
         **kwargs,
@@ -91,7 +90,6 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         check_host_layout(kv_pool.row_format, host_layout)
         self._device_rows = kv_pool.row_format
         self.row_format = self._device_rows.in_layout(host_layout)
-        self._io_backend = io_backend
         self._k_scales = [
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
@@ -207,7 +205,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
             self.row_format,
             self._k_scales,
             self._key_views,
-            EngineRequest(self._options.engine, self._io_backend, self._chunks, gpu_calls),
+            EngineRequest(self._options.engine, self._chunks, gpu_calls),
         )
         logger.info(
             "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s%s, "

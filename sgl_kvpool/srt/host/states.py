@@ -144,7 +144,6 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
         *,
         draft_pools: Sequence[Any] = (),
         options: HostTierOptions | None = None,
-        io_backend: str = "kernel",
         allocator_type: str = "default",
     ) -> None:
         assert layout in HOST_LABELS, layout
@@ -172,7 +171,7 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
             raise memory.too_much(
                 size_bytes, getattr(self, "size", 0), not host_size, error, unit="states"
             ) from error
-        self._make_channels(options or HostTierOptions(), io_backend)
+        self._make_channels(options or HostTierOptions())
 
     @overrides
     def get_size_per_token(self) -> int:
@@ -205,15 +204,14 @@ class HierarchicalStatePoolHost(TransferMixin, MambaPoolHost):
     def _init_write_back_staging_buffers(self) -> None:
         self.can_use_write_back_jit = False
 
-    def _make_channels(self, options: HostTierOptions, io_backend: str) -> None:
+    def _make_channels(self, options: HostTierOptions) -> None:
         group = self._view.group
         host = packed_view(self._pages, group)
         states, name = self._view.caches, group.name
         self._channels = channels_of(
             [(TransferPlan(states, host, name), TransferPlan(host, states, name))],
-            self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
-            EngineRequest(options.engine, io_backend, self._chunks, gpu_calls),
+            EngineRequest(options.engine, self._chunks, gpu_calls),
         )
         logger.info(
             "sgl-kvpool: host tier of %d state slots (%d bytes, all %d linear layers), %s, engine %s, "

@@ -29,11 +29,6 @@ def test_every_layout_passes():
     assert list(probes) == [*PROBES, "self-check"]
     facts = probes["self-check"]["facts"]
     on_cpu = facts.pop("device") == "cpu"
-    assert facts.pop("link", None) is None or not on_cpu
-    for layout in LAYOUTS:
-        encoded, decoded = re.findall(r"(\d+\.\d\d) GB/s", facts.pop(f"{layout} rows"))
-        assert 0 < float(encoded) < 1e5
-        assert 0 < float(decoded) < 1e5
     assert sorted(facts) == sorted(WITH_TIER)
     attention = "rows of 3 of 3 layers, attention of 3 requests with a largest error of "
     for name, found in facts.items():
@@ -58,7 +53,7 @@ print("@" + json.dumps(self_check()))
     failed = [name for name, found in facts.items() if found == "failed"]
     with_host = [f"fp4, host {host}" for host in narrower("fp4")]
     assert failed == [*(f"fp4 {one}" for one in ARRANGEMENTS), *with_host, RANKS["fp4"], "fp4, sparse"]
-    assert len(facts) == 1 + len(LAYOUTS) + len(WITH_TIER)
+    assert len(facts) == 1 + len(WITH_TIER)
     for name, problem in zip(failed, problems, strict=True):
         assert problem.startswith(f"{name}: rows of fp4 written to the pool: byte ")
         assert problem.endswith("; do not serve this, and report it")

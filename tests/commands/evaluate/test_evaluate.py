@@ -180,7 +180,7 @@ def subject_of(model, *words):
     """What `evaluate` serves and asks."""
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
-    return evaluate._subject(parser.parse_args(["--model", str(model), *words]))[0]
+    return evaluate._subject(parser.parse_args(["--model", str(model), *words]))
 
 
 @pytest.fixture

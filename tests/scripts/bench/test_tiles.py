@@ -1,4 +1,4 @@
-"""`bench tiles`: what is compared, which table follows from times, and a dry run."""
+"""`bench tiles`: what is compared, which tiles are fastest, and a dry run."""
 
 import itertools
 import json
@@ -10,14 +10,12 @@ import pytest
 from scripts.bench import tile_table, tiles
 from scripts.bench.__main__ import main
 from scripts.bench.attention.cases import Workload
-from scripts.bench.tile_table import choose, table_text, tile_of
+from scripts.bench.tile_table import findings, tile_of
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, table
-from sgl_kvpool.layout import Encoding, SegmentEncoding
 
-FP4, FP8 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+FP4 = MLAKVCacheLayout.FP4
 SLOW, FAST, OTHER = (64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2)
-WIDE = TileConfig(64, 64, 4, 1, 1, "gluon_wide")
 
 
 def tile(query_heads, shape):
@@ -35,10 +33,6 @@ def row(us, heads, own, *, layout="fp4", batch=64, part="tile", splits=2, **more
 
 def bad(heads, own, status="failed", **more):
     return {**row(1.0, heads, own, **more), "status": status, "reason": "hung: killed after 45 s"}
-
-
-def chosen(rows, layout=FP4):
-    return choose(rows).tiles[layout]
 
 
 # ----------------------------------------------------------------------------------------- what is compared
@@ -91,106 +85,39 @@ def test_other_splits_are_all_filled(shape, splits, rows, others):
     assert [other["splits"] for other in tiles.other_splits(job)] == others
 
 
-# ------------------------------------------------------------------------------------------ which table
-
-#: In the table of Triton's kernel alone.
-TRITON = [(FP4, tile(64, FAST))]
-#: Stands in for the table of decode_config.py.
-TABLE = [
-    (MLAKVCacheLayout.BF16, tile(16, (64, 8, 3, 1))),
-    *((layout, tile(16, SLOW)) for layout in MLAKVCacheLayout if layout.latent.values is Encoding.E4M3),
-    *(
-        (layout, tile(query_heads, SLOW))
-        for layout in MLAKVCacheLayout
-        if layout.latent is FP4.latent
-        for query_heads in (16, 32)
-    ),
-]
+# ------------------------------------------------------------------------------------------ which is fastest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def present(monkeypatch):
-    """`present(more)`: the table has these layouts' tiles too."""
-
-    def change(*more):
-        def changed(kernel="gluon"):
-            return iter([*TABLE, *more, *(TRITON if kernel == "triton" else ())])
-
-        monkeypatch.setattr(tile_table, "table", changed)
-
-    change()
-    return change
+    """A table whose tile of 16 heads is `SLOW`, and one of 64 heads for Triton's kernel alone."""
+    both = [(FP4, tile(16, SLOW)), (FP4, tile(64, FAST))]
+    monkeypatch.setattr(tile_table, "table", lambda *kernels: both)
+    monkeypatch.setattr(tile_table, "tile_config", lambda layout, heads, kernel: tile(16, SLOW))
 
 
-def test_the_fastest_tile_over_all_workloads():
+def test_the_fastest_tile_over_all_workloads(present):
     times = {SLOW: {64: 100, 1: 40}, FAST: {64: 70, 1: 45}, OTHER: {64: 90, 1: 30}}
     rows = [row(us, 16, tile(16, s), batch=batch) for s, some in times.items() for batch, us in some.items()]
-    assert chosen(rows) == (tile(16, OTHER), tile(32, SLOW))  # 0.82 of the time; `FAST` takes 0.89
-    (reason,) = choose(rows).reasons
-    assert reason == (
-        "fp4: 16 heads: triton, 16 query heads, 64 rows, 4 warps, 1 stages, 2 per SM, 0.82 of the time (mean "
-        "of 2 workloads) of the table's (triton, 16 query heads, 64 rows, 8 warps, 1 stages, 1 per SM)"
-    )
-    rows = [row(100, 16, tile(16, SLOW)), row(99, 16, tile(16, FAST))]
-    assert chosen(rows)[0] == tile(16, SLOW)  # another is hardly faster
+    rows += [row(80, 16, tile(16, SLOW), part="splits", splits=4), row(9, 16, tile(16, FAST), part="check")]
+    found = findings(rows)
+    ranked = [(0.82, OTHER), (0.89, FAST), (1.0, SLOW)]
+    assert found.fastest == [
+        f"fp4, 16 heads: {ratio:.2f} of the present time: {tile(16, shape)}" for ratio, shape in ranked
+    ]
+    (splits,) = found.splits
+    assert splits.endswith(f"{tile(16, SLOW)}: 4 splits take 0.80 of the time of the rule's 2")
 
 
 @pytest.mark.parametrize("status", ["wrong", "failed"])
-def test_a_tile_that_is_wrong_anywhere_is_left_out(status):
+def test_a_tile_that_is_wrong_anywhere_is_left_out(present, status):
     slow, fast = row(100, 16, tile(16, SLOW)), row(50, 16, tile(16, FAST))
-    choice = choose([slow, fast, bad(16, tile(16, FAST), status, part="check")])
-    assert choice.tiles[FP4][0] == tile(16, SLOW)
-    assert f"128 rows, 8 warps, 1 stages, 1 per SM: {status} at dense" in choice.wrong[0]
-    assert choice.wrong_in_table == []
-    choice = choose([bad(16, tile(16, SLOW), status), fast])
-    assert choice.tiles[FP4][0] == tile(16, FAST)
-    assert [line[:38] for line in choice.wrong_in_table] == ["fp4, triton, 16 query heads, 64 rows, "]
-    choice = choose([slow, bad(64, TRITON[0][1], status)])
-    assert [line[:38] for line in choice.wrong_in_table] == ["fp4, triton, 64 query heads, 128 rows,"]
-    # A layout of the same latents shares the tile.
-    other = [row(100, 16, tile(16, SLOW), layout="fp4_fp8_rope")]
-    choice = choose([slow, fast, bad(16, tile(16, FAST), status, layout="fp4_fp8_rope"), *other])
-    assert choice.tiles[FP4][0] == choice.tiles[MLAKVCacheLayout.FP4_NOPE_FP8_ROPE][0] == tile(16, SLOW)
-
-
-@pytest.mark.parametrize(
-    ("us", "is_there", "query_heads"),
-    [(96, False, [8, 16, 32]), (98, False, [16, 32]), (98, True, [8, 16, 32]), (101, True, [16, 32])],
-)
-def test_tiles_of_eight_where_they_are_clearly_faster(present, us, is_there, query_heads):
-    """A tile of 8 query heads is added where it saves 3 % of the time, and removed where it is slower."""
-    if is_there:
-        present((FP4, tile(8, FAST)))
-    rows = [row(100, 16, tile(16, SLOW)), row(100, 8, tile(16, SLOW)), row(us, 8, tile(8, FAST))]
-    assert [t.query_heads for t in chosen(rows)] == query_heads
-
-
-@pytest.mark.parametrize(("us", "query_heads"), [(96, [16, 32, 64]), (98, [16, 64])])
-def test_tiles_of_32_beside_64_of_a_layout_without_them(present, us, query_heads):
-    present((FP8, WIDE))
-    rows = [row(100, 32, WIDE, layout="fp8"), row(us, 32, tile(32, SLOW), layout="fp8")]
-    assert [t.query_heads for t in chosen(rows, FP8)] == query_heads
-
-
-@pytest.mark.parametrize(("us", "kept"), [(96, False), (98, True)])
-@pytest.mark.parametrize(("many", "large"), [(32, tile(32, FAST)), (64, WIDE)])
-def test_no_tiles_where_two_of_half_as_many_are_clearly_faster(present, many, large, us, kept):
-    present((FP4, WIDE))
-    half = tile(many // 2, FAST if many == 32 else SLOW)
-    rows = [row(60, many // 2, half), row(100, many, large), row(us, many, half)]
-    assert (many in {t.query_heads for t in chosen(rows)}) == kept
-
-
-def test_the_text_is_the_table():
-    rows = [row(50, 16, tile(16, FAST)), row(100, 16, tile(16, SLOW))]
-    names = {"_E": SegmentEncoding, "SegmentEncoding": SegmentEncoding, "TileConfig": TileConfig}
-    exec(table_text(choose(rows)), names)
-    assert names["_TABLE"] == {
-        SegmentEncoding.BF16: (tile(16, (64, 8, 3, 1)),),
-        SegmentEncoding.E4M3_BY_K_SCALE: (tile(16, SLOW),),
-        SegmentEncoding.E4M3_IN_TILES: (tile(16, SLOW),),
-        SegmentEncoding.E2M1_IN_BLOCKS: (tile(16, FAST), tile(32, SLOW)),
-    }
+    found = findings([slow, fast, bad(16, tile(16, FAST), status, part="check")])
+    assert found.fastest == [f"fp4, 16 heads: 1.00 of the present time: {tile(16, SLOW)}"]
+    assert found.wrong[0].startswith(f"fp4, {tile(16, FAST)}: {status} at dense, 16 heads, batch 64, ")
+    assert found.wrong_in_table == []
+    for own in (tile(16, SLOW), tile(64, FAST)):
+        assert len(findings([fast, bad(16, own, status)]).wrong_in_table) == 1
 
 
 # ---------------------------------------------------------------------------------------------- dry run
@@ -221,7 +148,7 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
     assert {one["status"] for one in report["results"]} == {"measured"}
     assert {one["job"]["part"] for one in report["results"]} == {"check", "tile", "splits"}
     assert all(one["relative_error"] < 0.01 for one in report["results"])
-    assert "_E.E2M1_IN_BLOCKS: (" in capsys.readouterr().out
+    assert " of the present time: TileConfig(query_heads=2, " in capsys.readouterr().out
     tiles = [one for one in report["results"] if one["job"]["part"] != "splits"]
     path.write_text(json.dumps({**report, "results": tiles[:-1]}))
     assert main([*argv, "--continue"]) == 0

@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from topk_table import EXTENDS, IMPLEMENTATIONS, LAYOUTS, MODES, REFUSED, cells, expected, lines
+from codec_oracle import LAYOUTS
+from topk_cells import MODES, REFUSED, answer, cells
 
 from sgl_kvpool.srt.facts.topk_transform import (
+    EXTEND_MODES,
+    IMPLEMENTATIONS,
     UnsupportedCombination,
     check_combination,
     select_topk_transform,
@@ -21,6 +24,11 @@ pytestmark = pytest.mark.usefixtures("published")
 
 #: Layouts that SGLang has.
 STOCK = ("bf16", "fp8", "fp8_block_scale")
+
+
+def lines(text):
+    """Words of every line."""
+    return [line.split() for line in text.splitlines() if line.strip()]
 
 
 def sglang(layout, prefill, **attributes):
@@ -53,11 +61,11 @@ def test_every_mode_is_in_the_table():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     new = {mode.name for mode in ForwardMode} - set(MODES)
-    assert not new, f"SGLang's ForwardMode has {sorted(new)}: add them to topk_transform and to topk_table"
+    assert not new, f"SGLang's ForwardMode has {sorted(new)}: add them to topk_transform"
     gone = set(MODES) - {mode.name for mode in ForwardMode}
     assert not gone, f"SGLang's ForwardMode has no {sorted(gone)} any more"
     extends = {mode.name for mode in ForwardMode if mode.is_extend_without_speculative()}
-    assert extends == set(EXTENDS)
+    assert extends == set(EXTEND_MODES)
 
 
 def test_every_implementation_is_in_the_table():
@@ -92,8 +100,7 @@ def test_sglang_is_wrong_in_these_cells_and_in_no_other():
     differs = {
         (layout, prefill, decode, mode)
         for layout, prefill, decode, mode in cells(STOCK)
-        if expected(layout, prefill, decode, mode) != REFUSED
-        and sglangs_answer(layout, prefill, mode) != select_topk_transform(layout, prefill, decode, mode).name
+        if answer(layout, prefill, decode, mode) not in (REFUSED, sglangs_answer(layout, prefill, mode))
     }
     assert differs == wrong
     for layout, prefill, decode, mode in wrong:
@@ -167,8 +174,7 @@ def test_rows_that_only_ours_reads_are_attended_in_the_pool_with_pooled_index_ke
 
 
 #: Implementations that attend the tail of such models on Hopper, where flashmla_sparse is replaced by fa3
-#: (dsa/dsa_backend_kpool.py:77): "works", or "misreads" rows, as in `topk_table`. SGLang raises for the
-#: others.
+#: (dsa/dsa_backend_kpool.py:77): "works", or "misreads" rows. SGLang raises for the others.
 KPOOL_SIDES = """
 bf16             prefill  works     flashmla_sparse flashmla_sparse_q8 flashmla_auto fa3 tilelang trtllm
 bf16             decode   works     flashmla_sparse fa3 tilelang trtllm

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from direct_stores import GOT, KEYS, PUT, MemoryStore, filled, flipped, get, put
-from host_tier import backup, host_pool, load, page_memory, slots, tier_of
+from host_tier import backup, host_pool, load, page_memory, slots
 from pools import GUARD, device_pool, dsa_pool, everything
 from test_controller import Broken, torch_too
 from test_every_model import family
-from test_hybrid_stores import fetch, files, stored
+from test_hybrid_stores import files, stored
 
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 
@@ -109,24 +108,6 @@ def test_sglangs_own_pools_keep_its_tier(host_server, kernels, layout, stock, po
         assert keys.size_per_token * PAGE == 4 * KEY_BYTES
 
 
-@pytest.mark.parametrize("layer", [0, 2], ids=["target", "draft"])
-def test_a_flipped_bit_in_a_file_ends_the_prefix(model_of, store, failures, layer):
-    kind = "DSA, packed draft"
-    _, one, _, other = family(PAGE)
-    first = model_of(kind, page_size=PAGE, pages=16, store=store)
-    rows_bytes = first.tier.layer_num * PAGE * 416
-    stored(first, one)
-    second = files(store, False)[1]
-    second.write_bytes(flipped(second.read_bytes(), rows_bytes + layer * KEY_BYTES + 8191))
-    again = model_of(kind, page_size=PAGE, pages=16, store=store)
-    fetch(again, one)
-    assert again.check(one) == PAGE
-    assert failures() == {"page_checksum": 1}
-    again.put(other)
-    again.evict()
-    assert again.check(other) == len(other)
-
-
 def test_flipped_bits_in_mooncake(tmp_path):
     """Mooncake's own programs and client, in a process that finds its libraries."""
     for module in ("mooncake", "nixl_cu13"):
@@ -138,30 +119,6 @@ def test_flipped_bits_in_mooncake(tmp_path):
             env=os.environ | store.environment, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-
-
-def direct(controller_of, store=None):
-    controller = controller_of(sparse(pages=9))
-    tier = tier_of(controller)
-    controller.storage_backend, controller.storage_host_pool = store or MemoryStore(tier), tier
-    controller.storage_backend.tier = tier
-    return controller
-
-
-def test_a_flipped_bit_in_a_store_without_copies(controller_of, failures):
-    first = direct(controller_of)
-    was = filled(tier_of(first))
-    assert put(first)
-    store = first.storage_backend
-    again = direct(controller_of, store)
-    hits, memory = get(again)
-    assert hits == 4
-    assert np.array_equal(memory[GOT][:, :-16], was[PUT][:, :-16])
-    store.pages[KEYS[2]] = flipped(store.pages[KEYS[2]], 7 * PAGE * 416 + 3 * KEY_BYTES + 1)
-    assert get(again)[0] == 2
-    assert failures() == {"page_checksum": 1}
-    for each in (first, again):
-        each.storage_backend = None
 
 
 def test_a_backup_without_index_keys_is_lost(model_of, store, failures, monkeypatch):

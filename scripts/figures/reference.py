@@ -1,4 +1,4 @@
-"""`sgl-kvpool reference`: tables of what the code defines, as Markdown; docs/reference.md is its output."""
+"""Tables of what the code defines, as Markdown; docs/reference.md is its output."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -173,9 +173,13 @@ def _section(function: Callable[[], _Rows | _Entries], found: str) -> list[str]:
 
 def page() -> str:
     """The whole page: tables and lists, each below the title and the text of its function's docstring."""
-    parts = ["# Reference", "`sgl-kvpool reference` prints this page."]
+    parts = ["# Reference", "`python -m scripts.figures.reference` prints this page."]
     for rows in (_layouts, _arguments, _variables, _metrics, _failures, _uncached, _backends, _sparse):
         parts += _section(rows, markdown(*rows()))
     for entries in (_features, _hooks, _repairs):
         parts += _section(entries, _lists(entries()))
     return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page())
