@@ -4,12 +4,14 @@
     python scripts/h100_regression.py --first-light           nine minutes on a GPU: which kernels are correct
     python scripts/h100_regression.py --core                  steps that do not need SGLang
     python scripts/h100_regression.py                         also servers of small random models
+    python scripts/h100_regression.py --compare old.jsonl     also exit 1 after a regression
+    python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
 
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
-nothing failed, 1 if a step failed or no step was ok, 2 for wrong arguments, 3 if steps timed out and nothing
-was wrong, 128 plus the signal's number after an interruption. The same command with the same --out continues
-a run. Without a GPU a reduced form runs on the CPU: docs/benchmarks.md. This program has never been run on a
-GPU.
+nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
+or if nothing could be compared, 3 if steps timed out and nothing was wrong, 128 plus the signal's number
+after an interruption. The same command with the same --out continues a run. Without a GPU a reduced form runs
+on the CPU: docs/benchmarks.md. This program has never been run on a GPU.
 """
 
 import argparse
@@ -24,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # sys.path is extended before the imports.
 from scripts.kit.environment import Machine, facts_of, find_machine
 from scripts.kit.outputs import positive
+from scripts.kit.records import Run, read_run
 from scripts.kit.runner import Step, in_words
+from scripts.servers.regressions import compare
 from scripts.servers.request import Options
 from scripts.servers.results import Results
 from scripts.servers.shapes import LAYOUTS
@@ -55,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
         "--time-limit-scale", type=positive, default=1.0,
         help="factor of the time limits of steps and of server starts (1)",
     )  # fmt: skip
+    other = made.add_argument_group("two runs")
+    other.add_argument("--compare", type=Path, metavar="OLD.jsonl", help="an older results.jsonl")
+    other.add_argument(
+        "--with", type=Path, dest="beside", metavar="NEW.jsonl", help="compare this file and run nothing"
+    )
     return made
 
 
@@ -88,11 +97,26 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def compared(old: Run, new: Run) -> int:
+    """Compare two runs and print; returns the exit status."""
+    found = compare(old, new)
+    say("\n" + "\n".join(found.lines()) + "\n")
+    return found.status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the requested steps; returns the exit status."""
     made = parser()
     arguments = made.parse_args(argv)
     try:
+        with naming("--compare", arguments.compare):
+            old = read_run(arguments.compare) if arguments.compare is not None else None
+        if arguments.beside is not None:
+            if old is None:
+                made.error("--with NEW.jsonl needs --compare OLD.jsonl")
+            with naming("--with", arguments.beside):
+                new = read_run(arguments.beside)
+            return compared(old, new)
         name = "first-light" if arguments.first_light else datetime.now().strftime("%Y%m%d-%H%M%S")
         out = (arguments.out or Path("regression-results") / name).resolve()
         machine = find_machine()
@@ -116,7 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = Results(out, "first_light" if arguments.first_light else "report", facts, every)
     except (ValueError, RuntimeError) as error:
         made.error(str(error))
-    return execute(arguments, options, machine, steps, results)
+    status = execute(arguments, options, machine, steps, results)
+    if old is not None:
+        status = max(status, compared(old, results.run_of))
+    return status
 
 
 def in_all(steps: Sequence[Step], machine: Machine) -> str:

@@ -14,21 +14,51 @@ from typing import Any
 SCHEMA = 2
 
 
-#: Kinds of metrics: times, ratios to a peer of the same run, differences between log-probabilities, shares of
-#: positions, numbers of results, bytes and tokens, targets (1: met), and facts.
-KINDS = (
-    *("kernel_ratio", "kernel_time", "server_ratio", "server_time"),
-    *("distance", "agreement", "count", "size", "target", "fact"),
-)
+@dataclass(frozen=True)
+class Kind:
+    """Comparison rule for a metric's values in two runs.
+
+    `relative`, `absolute`: Margin: a value may be worse by the larger of `relative` times the old value and
+      `absolute`.
+    `is_speed`: Whether it is compared only between runs on GPUs of the same name.
+    """
+
+    relative: float
+    absolute: float
+    is_speed: bool = False
+
+
+KINDS = {
+    # Medians of many launches; the peer is measured in the same run.
+    "kernel_ratio": Kind(0.05, 0, is_speed=True),
+    # Clocks and temperature differ from run to run.
+    "kernel_time": Kind(0.10, 0, is_speed=True),
+    # Few requests; the peer is another server of the same run.
+    "server_ratio": Kind(0.10, 0, is_speed=True),
+    # Few requests; Python's scheduling is in the time.
+    "server_time": Kind(0.20, 0, is_speed=True),
+    # Log-probabilities; other kernels round differently.
+    "distance": Kind(0.20, 0.005),
+    # Shares of positions; a tie can fall to either side.
+    "agreement": Kind(0, 0.02),
+    # Fewer passing tests or more differing bytes are a regression.
+    "count": Kind(0, 0),
+    # Bytes and tokens; the free memory of a GPU differs a little.
+    "size": Kind(0.005, 0),
+    # 1 if a target is met, 0 if it is missed.
+    "target": Kind(0, 0, is_speed=True),
+    # Reported, never compared.
+    "fact": Kind(math.inf, math.inf),
+}
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One number of a step.
 
-    `metric`: Name.
+    `metric`: Name; together with the step's name it is the key of a comparison.
     `value`: Value; None if it could not be measured, with the reason in `note`.
-    `kind`: One of `KINDS`.
+    `kind`: Key of `KINDS`.
     `better`: "higher" or "lower".
     `at_least`, `at_most`: Limits; a value outside of them fails the step.
     `layout`: Layout that was measured, if there is one.

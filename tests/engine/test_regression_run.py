@@ -3,6 +3,8 @@
 import pytest
 from regression_run import SERVER
 
+from scripts.servers.regressions import compare
+
 pytestmark = pytest.mark.engine("regression")
 
 RAN = [
@@ -60,3 +62,8 @@ def test_a_damaged_decoder_is_noticed(found):
     damaged = found["damaged"].steps[SERVER]
     assert damaged.status == "failed"
     assert "distance of log-probabilities to stock" in damaged.reason
+    against = compare(found["run"], found["damaged"])
+    assert against.status == 1
+    worse = [line for line in against.regressions if line.startswith(f"{SERVER}: distance")]
+    assert len(worse) == 2
+    assert not any(line.startswith("serve-demo-bf16") for line in against.regressions)

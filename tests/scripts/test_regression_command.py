@@ -1,12 +1,13 @@
 """The command as a process: interrupted in the middle, compared at the end, with a step that fails."""
 
+import json
 import signal
 import time
 
 from live_processes import naming
 from step_cases import start
 
-from scripts.kit.records import read_run
+from scripts.kit.records import read_run, write_lines
 
 
 def test_interrupted(tmp_path):
@@ -31,3 +32,25 @@ def test_interrupted(tmp_path):
     assert len(found.steps["codec-quick"].measurements) > 20
     assert f"interrupted by {number.name}" in printed
     assert not naming(str(out))
+
+
+def test_run_and_compare(tmp_path):
+    """Compared with an equal run, and with an older run that has a metric which the newer one lacks."""
+    first = start("--core", "--only", "codec-quick", "--out", tmp_path / "first")
+    printed, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, printed
+    results = tmp_path / "first" / "results.jsonl"
+    again = start("--core", "--only", "codec-quick", "--out", tmp_path / "second", "--compare", results)
+    printed, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, printed
+    assert "0 regressions" in printed
+
+    older = read_run(results)
+    changed = tmp_path / "older.jsonl"
+    line = json.loads(json.dumps(older.steps["codec-quick"].as_line()))
+    line["measurements"][-2] |= {"metric": "what is not measured any more"}
+    write_lines(changed, [older.first_line(), line])
+    third = start("--compare", changed, "--with", tmp_path / "second" / "results.jsonl")
+    printed, _ = third.communicate(timeout=300)
+    assert third.returncode == 1
+    assert "REGRESSION  codec-quick: what is not measured any more: was 20 results, is missing" in printed

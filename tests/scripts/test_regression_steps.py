@@ -131,6 +131,9 @@ def test_a_core_step_without_sglang(tmp_path):
         (["--device", "cuda"], "torch sees no GPU"),
         (["--layouts", "fp4,int2"], "unknown KV cache layout 'int2'"),
         (["--minutes", "0"], "0 is not a finite number above 0"),
+        (["--with", "x"], "needs --compare"),
+        (["--compare", "/no/such.jsonl"], "--compare '/no/such.jsonl': No such file"),
+        (["--compare", "/bin/sh"], "--compare '/bin/sh': 'utf-8' codec can't decode"),
     ],
 )
 def test_refusals(argv, why, capsys):
@@ -138,11 +141,3 @@ def test_refusals(argv, why, capsys):
         main([*argv, "--list"])
     assert caught.value.code == 2
     assert why in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "{}", "not json\n", '{"line": "step"}\n'])
-def test_no_results(tmp_path, text):
-    path = tmp_path / "a.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"a\.jsonl"):
-        read_run(path)
