@@ -18,8 +18,8 @@ DRAFTS = {
 }  # fmt: skip
 
 
-def prompts():
-    return [tokens(1, SHARED) + tokens(seed, OWN) for seed in range(2, 2 + PROMPTS)]
+def prompts(shared=SHARED, own=OWN):
+    return [tokens(1, shared) + tokens(seed, own) for seed in range(2, 2 + PROMPTS)]
 
 
 def _pools(scheduler):
@@ -60,7 +60,7 @@ def _evict(scheduler):
 
 def _clear(scheduler):
     for pool in _pools(scheduler):
-        for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+        for buffer in (*pool.kv_buffer, *pool.index_pages):
             buffer.zero_()
 
 
@@ -119,8 +119,8 @@ def install(flag):
     Scheduler.run_batch, Scheduler.process_input_requests = run_changed, receive_changed
 
 
-def main(model, flag, phases, **options):
-    """Answers to all prompts at once, of one Engine.
+def main(model, flag, phases, lengths=(SHARED, OWN), **options):
+    """Answers to all prompts at once, of one Engine; `lengths` are those of their common and own parts.
 
     `phases` are (name, before: "" or "evict", name of what is changed before decoding, or "", new tokens).
     """
@@ -143,7 +143,7 @@ def main(model, flag, phases, **options):
         for each in flags:
             each.write_text(f"{before},{change}")
         sampling = {**parameters, "max_new_tokens": count}
-        answers[name] = engine.generate(input_ids=prompts(), sampling_params=sampling)
+        answers[name] = engine.generate(input_ids=prompts(*lengths), sampling_params=sampling)
         found = [(a["output_ids"], a["meta_info"]["spec_accept_length"]) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)
     engine.shutdown()

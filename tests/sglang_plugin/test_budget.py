@@ -66,6 +66,28 @@ def test_a_draft_has_the_rows_of_all_ranks(configured, checkpoints, ranks, layou
     assert sizes["target"] == (LAYERS + ranks) * ROW_BYTES[layout]
 
 
+def test_keys_of_a_drafts_heads_are_not_spread(configured, checkpoints):
+    """SGLang's pool of an EAGLE3 draft without MLA: all slots and heads on each rank, written as they are."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    own = ModelConfig(checkpoints["mha"], is_draft_model=True)
+    kvc = configured(
+        checkpoints["mla3"], "fp4", dtype=torch.bfloat16, draft=own, stage=(0, 1), use_mla_backend=False
+    )
+    with as_rank(1, 2):
+        pool = kvc._build_mha_kv_pool(
+            max_total_num_tokens=256 * kvc.loc_space_scale, mha_pool_class=classes_of(kvc)["mha"],
+            quant_method=None,
+        )  # fmt: skip
+        heads, width = own.num_key_value_heads, own.head_dim
+        assert pool.k_buffer[0].shape == (512 + pool.page_size, heads, width)
+        slots, keys = torch.tensor([200, 511, 7]), torch.randn(3, heads, width).bfloat16()
+        found = torch.randn(3, heads, own.v_head_dim).bfloat16()
+        pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, keys, found)
+    assert torch.equal(pool.k_buffer[0][slots], keys)
+    assert int(pool.k_buffer[0].flatten(1).any(1).sum()) == 3
+
+
 @pytest.mark.parametrize(
     ("page_size", "tokens", "context", "shortest"),
     [
