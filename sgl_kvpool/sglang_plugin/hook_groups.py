@@ -49,8 +49,8 @@ MODEL_RULES = HookGroup(
 )
 #: Group of the process that launches a server with a layout.
 LAUNCHER = HookGroup("launcher", _LAYOUT)
-#: Group of the same process, for models with sparse attention and several ranks.
-SPARSE_RANKS = HookGroup("sparse attention of several ranks", "--dcp-size")
+#: Group of the same process, for several ranks that share a prefix pool.
+RANKS = HookGroup("arguments of several ranks", "--dcp-size")
 #: Group of the schedulers of every server with a layout.
 POOLS = HookGroup(
     "pools",
@@ -79,9 +79,8 @@ GROUPS = (
     ARGUMENTS,
     MODEL_RULES,
     LAUNCHER,
-    SPARSE_RANKS,
     POOLS,
-    SPARSE_RANKS,
+    RANKS,
     HookGroup(
         "dense MLA on a CPU",
         _LAYOUT,
@@ -111,6 +110,11 @@ GROUPS = (
         "--speculative-algorithm",
         modules=("srt.attention.draft",),
         is_used=lambda server: server.view.speculative_algorithm is not None,
+    ),
+    HookGroup(
+        "dense MLA of several ranks",
+        "--dcp-size",
+        is_used=lambda server: server.is_dense and server.view.dcp_size > 1,
     ),
     HookGroup(
         "host tier",

@@ -69,7 +69,7 @@ def _evict(scheduler):
 
 def _clear(scheduler):
     for pool in _pools(scheduler):
-        for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+        for buffer in (*pool.kv_buffer, *pool.index_pages):
             buffer.zero_()
 
 

@@ -42,6 +42,9 @@ FAMILIES = {
     "Mistral-Large-3, Small-4": ("mistral_large3", "mistral_small4"),
     "MiniCPM3": ("minicpm3",),
 }
+#: Published commands with drafts of dense models, which are also resolved with these arguments.
+DRAFTS = ("v3-mtp-defaults", "v3-adaptive-spec", "k25-eagle3", "k26-h20-3e-eagle")
+SPREAD = ("--dcp-size", "8", "--kv-cache-layout", "fp4")
 PAGE = HERE.parents[1] / "docs" / "compatibility.md"
 
 
@@ -132,6 +135,8 @@ def main() -> None:
                 said = {form: refusal(recipe["model"], [*form, *added]) for form in dict.fromkeys(forms)}
                 found[layout or "stock"] = [said[form] for form in forms]
             results.append({"id": recipe["id"], "refused": found})
+            if recipe["id"] in DRAFTS:
+                results[-1]["spread"] = refusal(recipe["model"], [*recipe["arguments"], *SPREAD])
             print(json.dumps(results[-1]), file=pipe, flush=True)
     if "--write" in sys.argv:
         from scripts.kit.outputs import updated

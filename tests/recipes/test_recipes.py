@@ -74,6 +74,13 @@ def test_the_commands_that_no_layout_serves(answers):
     )
 
 
+def test_drafts_of_ranks_that_share_a_prefix_pool(answers):
+    said = {each["id"]: each["spread"] for each in answers if "spread" in each}
+    assert list(said) == [each["id"] for each in recipes.published() if each["id"] in recipes.DRAFTS]
+    assert [name for name, why in said.items() if why is not None] == ["v3-adaptive-spec"]
+    assert "fp4 and --speculative-adaptive: " in said["v3-adaptive-spec"]
+
+
 def test_the_page_has_the_table(answers):
     text = recipes.PAGE.read_text()
     tables = {"published": lambda: recipes.table(answers)}

@@ -165,8 +165,10 @@ dsa cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 kda cuda bf16 DCP
   --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: .* layers that keep states .*; leave it out
-glm-lite cuda fp4 DCP
-  --dcp-size 2 does not .* fp4 and Glm4MoeLiteForCausalLM: SGLang does not gather the rows .*; leave it out
+lightning cuda fp4 DCP
+  --dcp-size 2 does not .* fp4 and BailingMoeV2_5ForCausalLM: SGLang does not gather the rows .*; leave it out
+mtp1 cuda fp4 DCP EAGLE STEPS --speculative-eagle-topk 1 --disaggregation-mode prefill
+  --dcp-size 2 does not .* fp4 and DeepseekV2ForCausalLM: the pages of its draft have .*; leave it out
 mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
 mla cuda fp4 DCP TIER --hicache-storage-backend nixl
@@ -184,7 +186,7 @@ mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
 """
 #: The same for features that do not go with --dcp-size.
 DCP_CASES = """
-mla cuda fp8 --speculative-algorithm EAGLE
+mtp1 cuda fp8 --speculative-adaptive
 mla cuda bf16 --enable-deterministic-inference
 dsa cuda fp4 --disaggregation-mode prefill
 dsa cuda fp4 --speculative-algorithm EAGLE3

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from codec_oracle import ROW_BYTES
-from configurators import drafting, sizes_of
+from configurators import classes_of, drafting, sizes_of
+from test_dcp_pool import as_rank
 
 LAYERS = 3
 
@@ -42,6 +43,49 @@ def test_tokens_agree_with_hand_arithmetic(configurator, layout, server, token_b
     wanted = available // token_bytes // page_size * page_size
     sizes = configurator(layout, **server).calculate_pool_sizes(available, page_size)
     assert sizes.max_total_num_tokens == wanted
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "fp4"), (8, "bf16"), (3, "fp8")])
+def test_a_draft_has_the_rows_of_all_ranks(configured, checkpoints, ranks, layout):
+    """The pools that SGLang's builder makes with our class have the bytes that are charged."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+    model, sizes, pools = checkpoints["mla3"], {}, {}
+    for name, own in (("target", None), ("draft", ModelConfig(checkpoints["mla"]))):
+        with_draft = {"eagle": 1} if own is None else {"stage": (0, 1)}
+        kvc = configured(model, layout, dtype=dtype, draft=own, **with_draft)
+        with as_rank(1, ranks):
+            sizes[name] = sizes_of(kvc)._cell_size
+            pools[name] = kvc._build_mla_kv_pool(
+                max_total_num_tokens=256 * kvc.loc_space_scale, mla_pool_class=classes_of(kvc)["mla"]
+            )
+            assert pools[name].dcp_size == (ranks if own is None else 1)
+    rows = 256 + pools["target"].page_size
+    assert sum(pool.get_kv_size_bytes() for pool in pools.values()) == rows * sizes["target"]
+    assert sizes["target"] == (LAYERS + ranks) * ROW_BYTES[layout]
+
+
+def test_keys_of_a_drafts_heads_are_not_spread(configured, checkpoints):
+    """SGLang's pool of an EAGLE3 draft without MLA: all slots and heads on each rank, written as they are."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    own = ModelConfig(checkpoints["mha"], is_draft_model=True)
+    kvc = configured(
+        checkpoints["mla3"], "fp4", dtype=torch.bfloat16, draft=own, stage=(0, 1), use_mla_backend=False
+    )
+    with as_rank(1, 2):
+        pool = kvc._build_mha_kv_pool(
+            max_total_num_tokens=256 * kvc.loc_space_scale, mha_pool_class=classes_of(kvc)["mha"],
+            quant_method=None,
+        )  # fmt: skip
+        heads, width = own.num_key_value_heads, own.head_dim
+        assert pool.k_buffer[0].shape == (512 + pool.page_size, heads, width)
+        slots, keys = torch.tensor([200, 511, 7]), torch.randn(3, heads, width).bfloat16()
+        found = torch.randn(3, heads, own.v_head_dim).bfloat16()
+        pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, keys, found)
+    assert torch.equal(pool.k_buffer[0][slots], keys)
+    assert int(pool.k_buffer[0].flatten(1).any(1).sum()) == 3
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,40 @@ def test_prefill_from_stored_rows_is_refused(resolved, monkeypatch):
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="and KVPOOL_PREFILL_READS_ROWS=1: .* on several ranks; leave out"):
         resolved("bf16")
+
+
+DRAFTS = (
+    "--speculative-num-steps",
+    "3",
+    "--speculative-eagle-topk",
+    "1",
+    "--speculative-num-draft-tokens",
+    "4",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "argv", "refused"),
+    [
+        ("glm-lite", [], None),
+        ("mtp1", ["NEXTN", *DRAFTS], None),
+        ("mtp1", ["EAGLE", *DRAFTS, "--enable-hierarchical-cache"], None),
+        ("mtp1", ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3"], None),
+        ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
+        ("k3", [], "KimiK3ForConditionalGeneration: .*CuteDSL's kernel for Blackwell alone"),
+        (
+            "mtp1",
+            ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--enable-hierarchical-cache"],
+            "DeepseekV2ForCausalLM: a host tier of such a draft has not been tested",
+        ),
+    ],
+)
+def test_models_and_drafts(serve, checkpoints, model, argv, refused):
+    """Also a draft's own checkpoint; `EAGLE` and `EAGLE3` alone are tested as drafts."""
+    words = [checkpoints.get(word, word) for word in (["--speculative-algorithm", *argv] if argv else [])]
+    ranks = ("--tp-size", "4", "--dcp-size", "2")
+    if refused is None:
+        assert serve(model, "fp4", *ranks, *words).dcp_size == 2
+        return
+    with pytest.raises(ValueError, match=refused):
+        serve(model, "fp4", *ranks, *words)

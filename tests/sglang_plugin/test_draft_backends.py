@@ -138,3 +138,27 @@ def test_names_are_added_in_place_and_once(published):
     finally:
         for names, content in zip(before, old, strict=True):
             names[:] = content
+
+
+def test_drafts_are_built_and_run_as_on_one_rank(published):
+    """With SGLang's own scopes outside and inside, which are restored, also by an exception."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative import eagle_worker_v2
+    from test_dcp_pool import as_rank
+
+    from sgl_kvpool.sglang_plugin.hooks import dense_ranks
+
+    def found():
+        parallel = get_parallel()
+        return parallel.dcp_enabled, parallel.attn_dcp_size, parallel.attn_dcp_rank
+
+    scope = getattr(eagle_worker_v2.draft_tp_context, "__wrapped__", eagle_worker_v2.draft_tp_context)
+    layout = SimpleNamespace(tp_group=None, disable_cp=False)
+    scoped = dense_ranks._draft_tp_context(scope, layout)
+    with as_rank(1, 2):
+        with scoped, get_parallel().override(attn_cp_rank=0):
+            assert found() == (False, 1, 0)
+        assert found() == (True, 2, 1)
+        with pytest.raises(ZeroDivisionError), dense_ranks._draft_tp_context(scope, layout):
+            print(1 / 0)
+        assert found() == (True, 2, 1)

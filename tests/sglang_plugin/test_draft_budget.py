@@ -64,6 +64,12 @@ SERVERS = {
         "mtp", "fp4",
         ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER, "--kv-host-sharing", "rank"],
     ),
+    "heads, parts": ("kimi_k2", "fp4", [*drafting("heads"), "--dcp-size", "8"]),
+    "mla, parts": ("kimi_k2", "fp4", [*drafting("mla", backend=None), "--dcp-size", "8"]),
+    "its own MTP layer, parts": (
+        "mtp", "fp4",
+        ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER, "--dcp-size", "8"],
+    ),
     "unpacked": ("kimi_k2", "bf16", [*drafting("mla", backend=None), *TIER, "--kv-host-layout", "fp4"]),
 }  # fmt: skip
 
@@ -119,13 +125,18 @@ def sized(request_of):
         ("packed", 62 * 416),
         ("its own MTP layer", 62 * 416),
         ("unpacked", 63 * 1152),
+        # Each of 8 ranks holds its part of the target's rows, and all of the draft's.
+        ("heads, parts", 61 * 416 + 8 * HEADS_BYTES),
+        ("mla, parts", (61 + 8 * 2) * 416),
+        ("its own MTP layer, parts", (61 + 8) * 416),
     ],
 )
 def test_bytes_of_a_token(sized, name, token_bytes):
     found = sized[name]
     assert found["cell_bytes"] == token_bytes
     rows = (found["available_bytes"] - found["workspace_bytes"]) // token_bytes
-    assert found["tokens"] == rows // found["page_size"] * found["page_size"]
+    ranks = 8 if "parts" in name else 1
+    assert found["tokens"] == rows // found["page_size"] * found["page_size"] * ranks
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sgl_kvpool.commands.arguments import add_server_arguments, given, naming, n
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
-from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
+from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, RANKS, Candidate, Plan
 from sgl_kvpool.commands.processes.progress import progress
 from sgl_kvpool.commands.processes.worker import Worker, WorkerEnded
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -36,6 +36,11 @@ _MODEL, _TP = ("--model-path", "--model"), ("--tp-size", "--tp", "--tensor-paral
 #: replaces --hicache-ratio.
 _OURS = (*_MODEL, *_TP, "--device", "--kv-cache-layout", "--kv-host-layout")
 _HOST = ("--hicache-size", "--hicache-ratio")
+#: The same with --by-ranks.
+_RANKS = (
+    *("--attn-dp-size", "--dp-size", "--data-parallel-size", "--enable-dp-attention"),
+    *("--dcp-size", "--decode-context-parallel-size"),
+)
 #: Server arguments that this command passes on, with their other names in SGLang.
 _PASSED_ON = {
     "--pp-size": "--pipeline-parallel-size",
@@ -104,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"memory of a GPU in GiB that is in use before the weights are loaded ({TAKEN_GIB:g})",
     )
+    parser.add_argument(
+        "--by-ranks",
+        action="store_true",
+        help="plan each layout with tensor parallelism, DP attention and decode context parallelism (DCP)",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_server_arguments(parser, ", or a whole command, whose model is not used")
 
@@ -127,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         "weights_gib": weights_gib or 0.0,
         "drafts_included": arguments.weights_gb is not None,
     }
-    candidates = _candidates(arguments.host_gb is not None)
+    candidates = _candidates(arguments.host_gb is not None, arguments.by_ranks)
     with contextlib.ExitStack() as stack:
         trusted = given(arguments.server_arguments, (_TRUST,)) is not None
         path = stack.enter_context(model.sglang_path(trusted))
@@ -199,13 +209,13 @@ def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.
         before = word
 
 
-def _candidates(with_host: bool) -> list[Candidate]:
+def _candidates(with_host: bool, by_ranks: bool) -> list[Candidate]:
     layouts = [layout.value for layout in MLAKVCacheLayout]
     found = [Candidate(None), *(Candidate(layout) for layout in layouts)]
     if with_host:
         narrowest = NARROWEST_HOST_LAYOUT
         found += [Candidate(layout, narrowest) for layout in layouts if layout != narrowest]
-    return found
+    return [replace(one, ranks=name) for one in found for name in RANKS] if by_ranks else found
 
 
 def _read_server_arguments(arguments: argparse.Namespace) -> None:
@@ -250,10 +260,11 @@ def _read_server_arguments(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     ours = _OURS if arguments.host_gb is None else (*_OURS, *_HOST)
+    ours = (*ours, *_RANKS) if arguments.by_ranks else ours
     if name := given(arguments.server_arguments, ours):
         raise ValueError(
-            f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
-            "and out of a file that --config names"
+            f"{name} is set by this command; use --model, --tp, --host-gb and --by-ranks, and leave it out "
+            "after --, and out of a file that --config names"
         )
     if arguments.taken_gb >= arguments.gpu_gb:
         raise ValueError(

@@ -15,6 +15,8 @@ SCHEMA = 1
 MEMORY, MAX_TOTAL = "memory for rows", "--max-total-tokens"
 #: Tokens of a request, unless the model's context is shorter.
 CONTEXT_TOKENS = 32768
+#: Ways in which ranks share rows -> the argument of a way, whose value is --tp-size.
+RANKS = {"TP": "", "DP attention": "--attn-dp-size", "DCP": "--dcp-size"}
 
 
 #: Answers that are the same for all servers, and their values if every server is refused.
@@ -99,14 +101,20 @@ def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A server to plan: layouts on the device (None: SGLang without sgl-kvpool) and on the host."""
+    """A server to plan: layouts on the device (None: SGLang without sgl-kvpool) and on the host.
+
+    `ranks` is one of `RANKS`, or empty where the plan does not compare these.
+    """
 
     layout: str | None
     host_layout: str | None = None
+    ranks: str = ""
 
     def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
         """Arguments of `sglang serve` without the model; `host_gb`: host tier's size per rank."""
         found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
+        if (flag := RANKS.get(self.ranks)) and tp_size > 1:
+            found += [flag, str(tp_size)]
         if self.layout is not None:
             found += ["--kv-cache-layout", self.layout]
         if host_gb is not None and self.layout is not None:
@@ -124,6 +132,7 @@ class PlannedServer:
     layout: str | None
     host_layout: str | None
     command: str
+    ranks: str = ""
     refused: str | None = None
     #: Sizes on the device. `requests`: concurrent requests of the plan's length, up to SGLang's maximum.
     tokens: int = 0
@@ -152,9 +161,10 @@ class PlannedServer:
 
     @property
     def name(self) -> str:
-        if self.layout is None:
-            return "SGLang as it is"
-        return self.layout if self.host_layout is None else f"{self.layout}, host {self.host_layout}"
+        name = self.layout or "SGLang as it is"
+        if self.host_layout is not None:
+            name += f", host {self.host_layout}"
+        return f"{name}, {self.ranks}" if self.ranks else name
 
 
 @dataclass(frozen=True)
@@ -236,7 +246,7 @@ def _planned(
 
     if "refused" in answer:
         return PlannedServer(
-            layout=candidate.layout, host_layout=candidate.host_layout, command=command(None),
+            **vars(candidate), command=command(None),
             refused=answer["refused"],
         )  # fmt: skip
     page_size, caches = answer["page_size"], answer["caches"]
@@ -254,8 +264,7 @@ def _planned(
             if kept.has_states:
                 kept_requests = min(kept_requests, held.slots)
     return PlannedServer(
-        layout=candidate.layout,
-        host_layout=candidate.host_layout,
+        **vars(candidate),
         command=command(size_gb or None),
         tokens=answer["tokens"] * caches,
         requests=min(fitting, most) * caches,

@@ -73,7 +73,12 @@ def _table(plan: Plan) -> list[str]:
 def _notes(plan: Plan) -> list[str]:
     tiers = [server for server in plan.servers if server.hicache_size_gb]
     lines = _drafts(plan)
-    if plan.row_copies > 1:
+    if any(server.ranks for server in plan.servers):
+        lines.append(
+            "TP: each rank has all rows of one cache; DP attention: each has a cache of its own, and all "
+            "attention weights, which --weights-gb counts once; DCP: each has a part of the rows of one cache"
+        )
+    elif plan.row_copies > 1:
         sharing = max((server.host_sharing_ranks for server in tiers), default=1)
         where = "on its GPU and in its host memory" if tiers and sharing == 1 else "on its GPU"
         lines.append(

@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -138,16 +138,23 @@ def steps_of_model(served: Served, device: str) -> list[Step]:
 def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
     from sgl_kvpool.commands.warmup.attention import Attention
 
-    attention = Attention(served, layout, device)
-    modes = [("DECODE", 1)]
-    if served.draft_tokens:
-        modes += [("TARGET_VERIFY", served.draft_tokens), ("DRAFT_EXTEND_V2", served.draft_tokens)]
-    steps = [
-        Step(f"{layout}: {_WORDS[mode]}", _TRITON, partial(attention.decode_or_verify, mode, queries))
-        for mode, queries in modes
+    attention = draft = Attention(served, layout, device)
+    if served.dcp_size > 1:  # a draft has all rows, and the heads of one rank
+        draft = Attention(replace(served, dcp_size=1), layout, device)
+    uses: list[tuple[str, Callable[[], object]]] = [
+        ("decode", partial(attention.decode_or_verify, "DECODE", 1))
     ]
-    if served.draft_tokens:
-        steps.append(Step(f"{layout}: steps of a draft", _TRITON, attention.draft_step))
+    if queries := served.draft_tokens:
+        extend = partial(draft.decode_or_verify, "DRAFT_EXTEND_V2", queries)
+        uses += [
+            ("verification of drafts", partial(attention.decode_or_verify, "TARGET_VERIFY", queries)),
+            ("extend of a draft", partial(_of_one_rank, extend)),
+            ("steps of a draft", partial(_of_one_rank, draft.draft_step)),
+        ]
+        if draft is not attention:
+            prefill = partial(draft.prefill, in_chunks=True)
+            uses.append(("prefill of a draft in chunks", partial(_of_one_rank, prefill)))
+    steps = [Step(f"{layout}: {name}", _TRITON, use) for name, use in uses]
     steps += [
         Step(f"{layout}: reading rows as keys", _TRITON, attention.read_rows),
         Step(f"{layout}: prefill in chunks", _TRITON, partial(attention.prefill, in_chunks=True)),
@@ -161,11 +168,12 @@ def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
     return steps
 
 
-_WORDS = {
-    "DECODE": "decode",
-    "TARGET_VERIFY": "verification of drafts",
-    "DRAFT_EXTEND_V2": "extend of a draft",
-}
+def _of_one_rank(use: Callable[[], object]) -> None:
+    """As drafts run on each of several ranks (`hooks/dense_ranks.py`)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(dcp_enabled=False, attn_dcp_size=1, attn_dcp_rank=0):
+        use()
 
 
 def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:

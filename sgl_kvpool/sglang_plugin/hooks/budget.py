@@ -49,9 +49,14 @@ def _init_pool_configurator(original, self, kvc):
     request = PoolRequest(kvc)
     if not request.has_rows or kvc.is_draft_worker:
         return original(self, kvc)
+    from sglang.srt.runtime_context import get_parallel
+
     draft = own_draft(kvc)
     if draft is None:
         original(self, kvc)
+        if not request.is_dsa:  # where SGLang counts that each rank has all rows of a draft
+            others = (get_parallel().attn_dcp_size - 1) * packed_layers(kvc)
+            self._cell_size += others * request.row_format.row_bytes
     else:
         import msgspec
 
@@ -129,5 +134,8 @@ def attention_workspace_bytes(request: PoolRequest) -> int:
         most_queries = max_speculative_num_draft_tokens() or 1
         most_rows = -(-model_config.context_len // ranks)  # each attends its rows with the queries of all
         decode = decode_workspace_bytes(fmt, heads * ranks, _MOST_REQUESTS, most_rows, most_queries, device)
-    # Target and draft share both workspaces.
+        if ranks > 1 and not request.configurator.spec_algorithm.is_none():  # a draft, of one rank's heads
+            most_rows = model_config.context_len
+            decode += decode_workspace_bytes(fmt, heads, _MOST_REQUESTS, most_rows, most_queries, device)
+    # Target and draft share both workspaces, with several ranks that of extends.
     return extend_workspace_bytes(fmt) + decode

@@ -16,12 +16,14 @@ _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 class OwnDraft:
     """A draft with a pool of its own, whose layers SGLang does not append to the target's.
 
-    `model` has the draft as its model, and `ranks` is the number of ranks that share the draft's heads.
+    `model` has the draft as its model, `ranks` is the number of ranks that share the draft's heads, and
+    `copies` that of ranks that share the target's rows (`--dcp-size`) and have all of the draft's.
     """
 
     model: Server
     layers: int
     ranks: int
+    copies: int
 
     @property
     def has_rows(self) -> bool:
@@ -31,12 +33,12 @@ class OwnDraft:
         return self.model.model_config.attention_arch == AttentionArch.MLA
 
     def token_bytes(self, layout: MLAKVCacheLayout) -> int:
-        """Bytes per token of the draft's pool; a draft with MLA stores rows of `layout`.
+        """Bytes of the draft's pool per row of the target's; a draft with MLA stores rows of `layout`.
 
         ValueError if SGLang does not know the --kv-cache-dtype that it would use for the draft.
         """
         if self.has_rows:
-            return self.layers * self.model.row_format_in(layout).row_bytes
+            return self.copies * self.layers * self.model.row_format_in(layout).row_bytes
         import torch
         from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
         from sglang.srt.runtime_context import get_model, get_spec
@@ -52,7 +54,7 @@ class OwnDraft:
             speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
         )
         values = config.get_num_kv_heads(self.ranks) * (config.head_dim + config.v_head_dim)
-        return self.layers * values * torch.empty(0, dtype=dtype).element_size()
+        return self.copies * self.layers * values * torch.empty(0, dtype=dtype).element_size()
 
 
 def own_draft(configurator: Any) -> OwnDraft | None:
@@ -67,13 +69,16 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     Refusal for a draft without MLA and without an explicit backend, if its target has sparse attention (DSA):
     SGLang would use the target's backend, which ends in an AttributeError.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
     if draft is None or packed_layers(configurator) or Server.of_model(draft).is_dsa:
         return None
     # SGLang counts layers the same way in `spec_aux_hidden_state.py`, except that a value of 0, as in some
     # checkpoints for MTP, counts as absent here, and as no layers there.
     layers = draft.num_nextn_predict_layers or max(draft.num_hidden_layers, draft.num_attention_layers)
-    own = OwnDraft(Server.of_model(draft), int(layers), configurator.draft_attn_tp_size)
+    ranks, copies = configurator.draft_attn_tp_size, get_parallel().attn_dcp_size
+    own = OwnDraft(Server.of_model(draft), int(layers), ranks, copies)
     if not own.has_rows and Server.of_model(configurator.model_config).is_dsa:
         from sglang.srt.runtime_context import get_spec
 

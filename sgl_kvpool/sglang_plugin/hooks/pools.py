@@ -27,10 +27,11 @@ uses(
     "pools",
     takes=(
         *("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num"),
-        *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
+        *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa", "dcp_replicated"),
     ),
 )
 uses(f"{_POOLS}.MLATokenToKVPool._write_loc_dcp_span", "pools")
+uses(f"{_CONFIGURATOR}.loc_space_scale", "pools")
 uses(
     f"{_POOLS}.DSATokenToKVPool.__init__",
     "sparse attention",
@@ -64,7 +65,9 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
         from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool as ours
     else:
         from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool as ours
-    return partial(ours, options=request.options())  # SGLang only calls it
+    # SGLang says only for sparse attention that a draft's pool has the rows of all ranks.
+    replicated = {} if request.is_dsa else {"dcp_replicated": self.loc_space_scale > 1}
+    return partial(ours, options=request.options(), **replicated)  # SGLang only calls it
 
 
 @around(f"{_CONFIGURATOR}._build_token_to_kv_pool", "pools", reads=("sizes",))

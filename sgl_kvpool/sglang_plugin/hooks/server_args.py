@@ -155,13 +155,13 @@ def _finish(server_args):
         dsa.check_stock(server)
 
 
-def _hook_sparse_ranks(server: Server) -> None:
-    """Hook SGLang's rules for sparse attention of several ranks, before it applies them."""
+def _hook_ranks(server: Server) -> None:
+    """Hook SGLang's rules for several ranks, before it applies them."""
     if server.view.dcp_size > 1:
-        hook_groups.apply((hook_groups.SPARSE_RANKS,))
+        hook_groups.apply((hook_groups.RANKS,))
 
 
-@around(f"{_ARG_GROUPS}.model_overrides.deepseek_v2._dsa_dcp_overrides", "sparse attention of several ranks")
+@around(f"{_ARG_GROUPS}.model_overrides.deepseek_v2._dsa_dcp_overrides", "arguments of several ranks")
 def _dsa_dcp_overrides(original, cfg):
     """With a layout, our rules decide.
 
@@ -172,13 +172,12 @@ def _dsa_dcp_overrides(original, cfg):
     return original(cfg) if options.config_of(record_of(cfg)).layout is None else {}
 
 
-@around(f"{_ARG_GROUPS}.hicache_hook.resolve_hicache_dcp_compatibility", "sparse attention of several ranks")
+@around(f"{_ARG_GROUPS}.hicache_hook.resolve_hicache_dcp_compatibility", "arguments of several ranks")
 def _resolve_hicache_dcp_compatibility(original, server_args):
     """Accept drafts, of which a rank's host pages have all rows."""
     server = Server(server_args)
-    is_ours = server.config.layout is not None and server.is_dsa
-    drafts = server.view.speculative_algorithm is not None
-    if not (is_ours and drafts and server.view.hicache_host_memory_mode == "cache"):
+    drafts = server.config.layout is not None and server.view.speculative_algorithm is not None
+    if not (drafts and server.view.hicache_host_memory_mode == "cache"):
         original(server_args)
 
 
@@ -193,7 +192,7 @@ RULES_BEFORE: _Rules = (
     (_ALL, model.declare_dtype),
     ("is_dsa", dsa.check_server),
     ("is_dsa", dsa.declare_implementations),
-    ("is_dsa", _hook_sparse_ranks),
+    (_ALL, _hook_ranks),
     ("is_dense", host_tier.declare_page_size),
 )
 _BACKENDS: _Rules = (

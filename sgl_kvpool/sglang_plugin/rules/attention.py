@@ -22,6 +22,7 @@ from sgl_kvpool.sglang_plugin.rules.features import (
     SPARSE_DCP_FEATURES,
     Feature,
     check_features,
+    dense_dcp_obstacles,
     first_in_use,
 )
 from sgl_kvpool.sglang_plugin.server import Server
@@ -60,7 +61,8 @@ UNSHOWN_ALGORITHMS = {
 
 #: Models of which SGLang gathers the rows of several ranks for a prefill, and models with sparse attention of
 #: which it gathers the queries.
-_GATHERED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+_DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+_GATHERED = (*_DEEPSEEK, "KimiK25ForConditionalGeneration")
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
@@ -363,8 +365,7 @@ def check_dcp(server: Server) -> None:
     if view.device == "cpu":
         raise Refusal(f"{ours} on a CPU: SGLang merges results of ranks by kernels for GPUs", out)
     for unfit, reason in (
-        *(_sparse_obstacles(server) if server.is_dsa else ()),
-        (server.is_hybrid, "with layers that keep states it has not been tested"),
+        *(_sparse_obstacles if server.is_dsa else dense_dcp_obstacles)(server),
         (
             name not in (*_GATHERED, *_SPARSE),
             "SGLang does not gather the rows of several ranks for its prefills",

@@ -1,6 +1,6 @@
 """Features of SGLang that are refused with a layout, an arrangement or an attention backend, and why."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -182,9 +182,11 @@ DCP_FEATURES = (
 DENSE_DCP_FEATURES = (
     Feature(
         "speculative_algorithm",
-        "SGLang merges no results of ranks where a dense draft takes over accepted tokens",
-        in_use=_is_given,
+        "pools of other drafts have not been tested there",
+        in_use=lambda name: (name or "EAGLE").upper() not in ("EAGLE", "EAGLE3", "NEXTN"),
+        values="other than `EAGLE`, `EAGLE3`, `NEXTN`",
     ),
+    Feature("speculative_adaptive", "SGLang captures graphs of the target where it captures those of drafts"),
 )
 SPARSE_DCP_FEATURES = (
     Feature(
@@ -203,3 +205,17 @@ SPARSE_DCP_FEATURES = (
 
 #: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (Feature("enable_torch_compile", "its kernels have not been traced"),)
+
+
+def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
+    """What several ranks do not serve of a model without sparse attention: whether it is so, and why."""
+    drafts, tier = server.view.speculative_algorithm is not None, server.has_host_tier
+    on_blackwell = server.model_name == "KimiK3ForConditionalGeneration"
+    yield on_blackwell, "SGLang attends its lists of several ranks with CuteDSL's kernel for Blackwell alone"
+    is_kimi = server.model_name == "KimiLinearForCausalLM"  # SGLang gathers no rows of other hybrid models
+    yield is_kimi, "with layers that keep states it has not been tested"
+    yield (
+        drafts and server.disaggregates,
+        "the pages of its draft have tokens of all ranks, and SGLang sends one's",
+    )
+    yield drafts and tier and server.has_own_draft, "a host tier of such a draft has not been tested there"

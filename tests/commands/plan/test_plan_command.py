@@ -70,6 +70,8 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
         (["--model", V32, "--host-gb", "9", "--", "--hicache-ratio", "2"], "--hicache-ratio is set by this"),
         (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is set by this command"),
         (["--model", V32, "--", "--kv-cache-lay", "fp4"], "--kv-cache-lay is set by this command"),
+        (["--model", V32, "--by-ranks", "--dcp-size", "8"], "--dcp-size is set by this command"),
+        (["--model", V32, "--by-ranks", "--", "--enable-dp-attention"], "--enable-dp-attention is set by"),
         (["--model", V32, "--taken-gb", "81"], "--taken-gb 81 leaves no memory on a GPU of 80 GiB"),
     ],
 )
@@ -253,6 +255,32 @@ def test_a_published_command_is_taken_as_it_is(program, monkeypatch, capsys):
     assert gpus == 16
     assert stock == ["--tp-size", "16", *passed_on]
     assert bf16 == ["--tp-size", "16", "--kv-cache-layout", "bf16", *passed_on]
+
+
+def test_ways_in_which_ranks_share_rows(monkeypatch, capsys):
+    """One call plans each layout in three ways, with the arguments of drafts in each."""
+    asked = []
+
+    def ask(machine, servers):
+        asked.extend(server["arguments"] for server in servers)
+        ways = [answer(), answer(caches=8, row_copies=1), answer(tokens=800_000, row_copies=1)]
+        return ways * (len(servers) // 3)
+
+    monkeypatch.setattr(command, "ask", ask)
+    drafts = ["--speculative-algorithm", "EAGLE"]
+    assert main(["plan", "--model", V32, "--gpu-gb", "80", "--tp", "8", "--by-ranks", "--", *drafts]) == 0
+    ways = [[], ["--attn-dp-size", "8"], ["--dcp-size", "8"]]
+    assert asked[-3:] == [
+        ["--tp-size", "8", *way, "--kv-cache-layout", "fp4_fp8_rope", *drafts] for way in ways
+    ]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for way, tokens in (("TP", "100000"), ("DP attention", "800000"), ("DCP", "800000")):
+        (line,) = [
+            line
+            for line in lines
+            if line[: 1 + len(way.split())] == ["fp4,", *way.split()][:3] and tokens in line
+        ]
+        assert "25376" in line
 
 
 def test_a_reason_of_all_servers_is_printed_once(capsys, monkeypatch):

@@ -22,7 +22,7 @@ CASES = {
     "bf16": {"layout": "bf16"},
     "fp8 without rope": {"layout": "fp8", "qk_rope_head_dim": 0, "tensor_parallel": 1},
     "fp4_fp8_rope by pages": {"layout": "fp4_fp8_rope", "arrangement": "page_major"},
-    "fp4 over two ranks": {"layout": "fp4", "dcp_size": 2},
+    "fp4 over two ranks, with drafts": {"layout": "fp4", "dcp_size": 2, "draft_tokens": 3},
     "sparse fp4_fp8_rope": {"layout": "fp4_fp8_rope", "top_k": 2048},
     "sparse fp4": {"layout": "fp4", "top_k": 2048},
     "sparse fp8_block_scale": {"layout": "fp8_block_scale", "top_k": 2048},
@@ -91,12 +91,19 @@ def test_decode_of_other_arrangements_and_models(found):
 
 def test_decode_over_ranks(found):
     """The heads of both; the list of rank 1 begins 4 bytes behind that of rank 0."""
-    decode = found["fp4 over two ranks"]["decode"]
+    decode = found["fp4 over two ranks, with drafts"]["decode"]
     assert decodes(decode) == both(416, 1, 1, 8, 1, counts="*i32", stride="")
     taken = [launch["arguments"] for launch in decode["launched"] if launch["kernel"] == GLUON]
     assert {(a["DCP_SIZE"][1], a["kv_indices_ptr"][1]) for a in taken} == {("2", "D"), ("2", "")}
-    in_chunks = kernels(found["fp4 over two ranks"]["prefill in chunks"])
+    in_chunks = kernels(found["fp4 over two ranks, with drafts"]["prefill in chunks"])
     assert in_chunks == {"store_kernel", "gather_kernel", "_fwd_kernel", "merge_state_kernel"}
+    steps = found["fp4 over two ranks, with drafts"]
+    assert decodes(steps["verification of drafts"]) == both(416, 1, 1, 8, 3, counts="*i32", stride="")
+    # A draft has all rows, and the heads of one rank.
+    assert decodes(steps["extend of a draft"]) == both(416, 0, 0, 4, 3, counts="*i32", stride="")
+    assert decodes(steps["steps of a draft"]) == both(416, 0, 0, 4, 1, counts="*i32", stride="")
+    of_a_draft = kernels(steps["prefill of a draft in chunks"])
+    assert of_a_draft == in_chunks | {"create_flashinfer_kv_indices_triton"}
 
 
 def test_prefill(found):

@@ -77,6 +77,70 @@ def test_every_slot_is_stored_once_and_read_where_it_is_stored(data):
         assert np.array_equal(torch.cat(found, -1).squeeze(1).numpy(), decoded)
 
 
+def attended(pool, table, length, mode):
+    """Slots' rows that a rank attends for the last token of a request, by the lists of our backend."""
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sgl_kvpool.memory.arrangement import rows_of_slots
+    from sgl_kvpool.srt.attention.decode_verify import ListReader
+
+    lists = ListReader(pool, table, 2, 1, 1, draft_step=int(mode == "DECODE"))
+    batch = SimpleNamespace(
+        batch_size=1, forward_mode=ForwardMode[mode], req_pool_indices=torch.zeros(1, dtype=torch.long),
+        seq_lens=torch.tensor([length - (mode != "DRAFT_EXTEND_V2")]),
+        spec_info=SimpleNamespace(draft_token_num=1, num_tokens_per_req=1),
+    )  # fmt: skip
+    found = lists.kv_lens.of(batch)
+    lists.kv_lens.fill(found, batch)
+    return rows_of_slots(lists._local_indices[0, : int(found.kv_lens)].long(), pool.page_stride)
+
+
+@pytest.mark.parametrize("planted", [None, "a sharded draft", "a whole target"])
+def test_a_draft_has_all_rows_beside_a_target_that_has_its_own(planted):
+    """A request of any length, in pages anywhere: what each rank stores and attends of it, in both pools."""
+
+    @settings(max_examples=40 if planted is None else 15, deadline=None)
+    @given(data=st.data())
+    def check(data):
+        ranks, page = data.draw(st.integers(2, 5)), data.draw(st.sampled_from([1, 3, PAGE]))
+        arrangement, layout = (
+            data.draw(st.sampled_from(ARRANGEMENTS)),
+            data.draw(st.sampled_from(["bf16", "fp4"])),
+        )
+        wide = page * ranks
+        pages = data.draw(st.permutations([1, 2, 3]))
+        slots = torch.cat([torch.arange(p * wide, (p + 1) * wide) for p in pages])
+        length = data.draw(st.integers(ranks, len(slots)), label="length")
+        nope, rope = values(length)
+        replicated = {"target": planted == "a whole target", "draft": planted != "a sharded draft"}
+        for rank in range(ranks):
+            for name, whole in replicated.items():
+                size = wide if whole else page
+                with as_rank(rank, ranks):
+                    pool = device_pool(layout, arrangement, page_size=size, dcp_replicated=whole)
+                    write(pool, slots[:length], nope, rope, per_step=data.draw(st.booleans()))
+                    own = slice(None) if name == "draft" else slice(rank, None, ranks)
+                    mode = (
+                        "DECODE"
+                        if name == "target"
+                        else data.draw(st.sampled_from(["DECODE", "DRAFT_EXTEND_V2"]))
+                    )
+                    found = attended(pool, slots[None].int(), length, mode)
+                stored = pool.get_row_buffer(START + 1).squeeze(1)[found].view(torch.uint8).numpy()
+                wanted = oracle.encode(
+                    nope[own].squeeze(1), rope[own].squeeze(1), layout, 512, 64, stored.shape[-1]
+                )
+                assert np.array_equal(stored, wanted), name
+
+    if planted is None:
+        check()
+    else:
+        with pytest.raises(AssertionError, match=planted.split()[-1]):
+            check()
+
+
 def assert_as_sglangs(pool, stock, layout, size):
     """The rows of a pool are those of SGLang's bf16 pool, in a layout."""
     for ours, theirs in zip(rows(pool), rows(stock), strict=True):
