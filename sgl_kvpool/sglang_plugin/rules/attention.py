@@ -374,11 +374,6 @@ def check_dcp(server: Server) -> None:
             getattr(server.model_config.hf_text_config, "llama_4_scaling", None),
             "where SGLang scales its queries by their position, it does not merge results of ranks",
         ),
-        (
-            server.is_dsa,
-            "SGLang attends such lists of several ranks with TensorRT-LLM's kernel for Blackwell, which does "
-            "not read these rows",
-        ),
     ):
         if unfit:
             raise Refusal(f"{ours} and {name}: {reason}", out)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from argparse import Namespace
 from dataclasses import asdict
 
@@ -148,7 +149,11 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
     assert {one["status"] for one in report["results"]} == {"measured"}
     assert {one["job"]["part"] for one in report["results"]} == {"check", "tile", "splits"}
     assert all(one["relative_error"] < 0.01 for one in report["results"])
-    assert " of the present time: TileConfig(query_heads=2, " in capsys.readouterr().out
+    assert re.search(
+        r"^fp4, 2 heads: \d+\.\d\d of the present time: TileConfig\(query_heads=\d+, ",
+        capsys.readouterr().out,
+        re.M,
+    )
     tiles = [one for one in report["results"] if one["job"]["part"] != "splits"]
     path.write_text(json.dumps({**report, "results": tiles[:-1]}))
     assert main([*argv, "--continue"]) == 0
