@@ -38,6 +38,7 @@ def built(published, arranged, monkeypatch):
             server_args=args,
             use_mla_backend=True,
             is_draft_worker=draft,
+            loc_space_scale=1,
             model=torch.nn.Module(),
             model_config=model_config_of(args),
         )

@@ -247,8 +247,8 @@ def test_every_argument_that_is_read_is_a_checked_field():
                 match node:
                     case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
                         found.add(name)
-    # Of tensors and configurations, of a hybrid's backend, of a plan of drafts and of a draft's worker.
-    others = {"dtype", "linear_attn_backend", "sidecar", "speculative_num_steps"}
+    # Of tensors and configurations, metrics, a hybrid's backend, a plan of drafts and a draft's worker.
+    others = {"dtype", "host", "linear_attn_backend", "sidecar", "speculative_num_steps"}
     assert (found & {*ServerArgs._NS_BY_FIELD}) - {*fields} == others
 
 

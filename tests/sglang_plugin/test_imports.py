@@ -51,6 +51,8 @@ def test_every_module_that_imports_sglang_belongs_to_a_hook_group():
 GUARDED = {
     ("hooks.pools", "srt.pool.dsa"): "a model with sparse attention",
     ("hooks.pools", "srt.pool.hybrid"): "a hybrid model",
+    ("hooks.pools", "srt.pool.canary"): "the hook of its own group",
+    ("hooks.pools", "srt.pool.error_sample"): "the hook of its own group",
     ("hooks.budget", "srt.attention.extend"): "CUDA",
     ("hooks.attention", "srt.attention.cpu"): "a CPU",
     ("hooks.attention", "srt.attention.cuda"): "CUDA",
