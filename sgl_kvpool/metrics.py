@@ -83,7 +83,7 @@ METRICS = {
     ),
     "sampled": Metric("sgl_kvpool_sampled_prefills", "Prefills compared, or unseen, by kind", ("kind",)),
     **{
-        key: Metric(f"sgl_kvpool_{key}", text, ("rows", "part", "layers"), gauge_mode="livemostrecent")
+        key: Metric(f"sgl_kvpool_{key}", text, ("rows", "part", "layers"), gauge_mode="livemax")
         for key, text in _ERRORS.items()
     },
 }

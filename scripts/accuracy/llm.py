@@ -188,6 +188,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cases of --each-layer as PNG")
     arguments = parser.parse_args()
     require_writable(parser, arguments.json)
+    if arguments.plot is not None and arguments.each_layer is None:
+        parser.error("--plot: give --each-layer, whose cases it draws")
     folder = smollm2.checkpoint()
     tokens = smollm2.english_token_ids(folder)
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)
@@ -220,7 +222,8 @@ def main() -> None:
             report.add(row)
         print(line(row), flush=True)
     if arguments.plot is not None:
-        draw_layers(arguments.plot, report.rows, f"{model}, one layer in {layout}")
+        drawn = [row for row in report.rows if row["job"] in ({**job, "layer": x} for x in layers)]
+        draw_layers(arguments.plot, drawn, f"{model}, one layer in {layout}")
 
 
 def draw_layers(path: Path, rows: list[dict], title: str) -> None:

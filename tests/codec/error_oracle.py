@@ -63,7 +63,7 @@ def sampled(kept):
     """Values of the compared tokens, every so many; slots below 1 are of no token."""
     found = {}
     for layer, (nope, rope, slots) in kept.items():
-        some = torch.arange(min(32, len(slots))) * max(1, len(slots) // 32)
+        some = torch.arange(min(32, len(slots))) * (max(0, len(slots) // 32 - 1) | 1)
         some = some[slots[some, 0] > 0]
         found[layer] = nope[some], rope[some]
     return found

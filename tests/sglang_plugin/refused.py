@@ -95,7 +95,9 @@ mla cpu fp4 --kv-canary log
 mla cuda fp4 TIER --kv-canary log
   --kv-canary log does not work with .* or with a host tier, .*; leave it out$
 mla cuda bf16 --kv-canary raise --disaggregation-mode prefill
-  --kv-canary raise does not .*, disaggregation or .*; leave it out$
+  --kv-canary raise does not .*, disaggregation, .*; leave it out$
+mla cuda bf16 --attention-backend triton EAGLE STEPS --speculative-eagle-topk 4 --kv-canary raise
+  --kv-canary raise does not .* or trees of drafts: .*; leave it out$
 mla cuda fp4 TIER --kv-host-sharing node --pp-size 2 --tp-size 2
   --kv-host-sharing node does not work with --pp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda fp4 TIER --kv-host-layout fp8_block_scale
@@ -180,7 +182,7 @@ mla cuda bf16 DCP --attention-backend fa3
 mla cuda fp4 DCP OFFLOAD --disaggregation-mode decode
   --dcp-size 2 .* fp4 and --disaggregation-decode-enable-offload-kvcache: .*; leave out one of them$
 mla cuda fp4 DCP --kv-canary log
-  --kv-canary log does not .* or --dcp-size: .*; leave it out$
+  --kv-canary log does not .*, --dcp-size or .*; leave it out$
 mla cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 """

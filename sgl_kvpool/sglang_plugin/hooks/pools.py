@@ -147,9 +147,10 @@ def _forward(original, self, forward_batch, *args, **kwargs):
     from sgl_kvpool.srt.attention.decode_verify import has_fixed_query_length
     from sgl_kvpool.srt.pool.error_sample import ErrorSample
 
-    if self.is_draft_worker or has_fixed_query_length(forward_batch.forward_mode):
-        return original(self, forward_batch, *args, **kwargs)
     pool = self.token_to_kv_pool.row_pool
+    is_prefill = not (self.is_draft_worker or has_fixed_query_length(forward_batch.forward_mode))
+    if not (is_prefill and pool.layer_num):  # a stage of a hybrid model may have none of the pool's layers
+        return original(self, forward_batch, *args, **kwargs)
     if pool.error_sample is None:
         pool.error_sample = ErrorSample(pool, int(config_of(self.server_args).requests(ERROR_SAMPLE)))
     pool.error_sample.begin()

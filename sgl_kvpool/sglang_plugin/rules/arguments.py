@@ -149,11 +149,14 @@ def check_error_sample(server: Server) -> None:
 
 def check_canary(server: Server) -> None:
     """Refuse SGLang's canary on CPUs, and where rows move and its hashes, which it keeps by slot, stay."""
-    moves = server.has_host_tier or server.disaggregates or server.view.dcp_size > 1
-    if (moves or server.view.device == "cpu") and (mode := server.view.kv_canary) != "none":
+    view = server.view
+    is_tree = (view.speculative_eagle_topk or 1) > 1 or view.speculative_algorithm == "NGRAM"
+    moves = server.has_host_tier or server.disaggregates or view.dcp_size > 1 or is_tree
+    if (moves or view.device == "cpu") and (mode := view.kv_canary) != "none":
         raise Refusal(
             f"--kv-canary {mode} does not work with {options.LAYOUT.flag} on a CPU, for SGLang's kernels, or "
-            "with a host tier, disaggregation or --dcp-size: rows move, and the hashes of their slots do not",
+            "with a host tier, disaggregation, --dcp-size or trees of drafts: rows move, and the hashes of "
+            "their slots do not",
             leave_out("--kv-canary"),
         )
 

@@ -30,7 +30,7 @@ def attach(
     ValueError for rows whose bytes are not a multiple of 16, with `read_bytes` above 0.
     """
     rows = pool.row_pool
-    layers = range(0, rows.layer_num, -(-rows.layer_num // MAX_REAL_KV_SOURCES))
+    layers = range(0, rows.layer_num, max(1, -(-rows.layer_num // MAX_REAL_KV_SOURCES)))
     sources = [_source(rows, index, read_bytes) for index in layers] if read_bytes else []
     head, tail = (alloc_canary_buf(num_slots=rows.size + rows.page_size, device=device) for _ in range(2))
     group = CanaryBufferGroup(

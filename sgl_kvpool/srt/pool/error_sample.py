@@ -59,7 +59,9 @@ class ErrorSample:
         """Keep tokens that are stored in a layer; latents and ropes, or both in one tensor."""
         if not self._is_active or not (count := min(len(parts[0]), TOKENS)):
             return
-        step = len(parts[0]) // count
+        if parts[0].element_size() == 1:  # SGLang has rounded them for trtllm: the prefill is unseen
+            return
+        step = (len(parts[0]) // count - 1) | 1  # odd: tokens of all ranks, and of all places of a page
         some = slice(0, step * count, step)
         loc, is_row = unwrap_write_loc(loc_info)[0][some], isinstance(loc_info, RowWriteLoc)
         self._rows[index, :count] = loc if is_row else self._pool.rows_to_write(loc)

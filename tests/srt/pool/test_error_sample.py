@@ -104,6 +104,27 @@ def test_metrics_are_those_of_the_oracle(shown, monkeypatch, tmp_path, case):
     assert {layers for _, _, layers in moved} == ({"5-6"} if double else set())
 
 
+def test_long_prefills_are_sampled_at_all_places_of_a_page(shown):
+    """Of values that are zero at every second place, as those of one of two ranks are."""
+    pool = pools.device_pool("fp4", page_size=PAGE, pages=17)
+    values = torch.randn(1024, 576).bfloat16() * (torch.arange(1024) % 2)[:, None]
+    values = dict.fromkeys(pools.layer_ids(pool), values.split([512, 64], 1))
+    runner = Runner(pool)
+    for _ in range(2):
+        runner.forward(values, torch.arange(1024) + PAGE)
+    assert 0.07 < shown("relative_error", rows="device", part="latent", layers="5-5") < 0.11
+
+
+def test_rounded_values_and_stages_without_layers_are_not_compared(shown):
+    pool = pools.device_pool("fp8", page_size=PAGE, pages=3)
+    e4m3 = {layer: tuple(x.to(torch.float8_e4m3fn) for x in two) for layer, two in values_of(pool).items()}
+    runner = Runner(pool)
+    runner.forward(e4m3)
+    assert shown("sampled_prefills_total", kind="unseen") == 1
+    none = Runner(SimpleNamespace(row_pool=SimpleNamespace(layer_num=0)))
+    assert not none.forward({}).can_run_graph
+
+
 def test_which_prefills_are_sampled(shown):
     """Every 64th, with graphs or without; no decode and no verification; padded tokens are left out."""
     pool = pools.device_pool("fp4", page_size=PAGE, pages=3)
