@@ -26,6 +26,10 @@ def allow_short_lists():
     import sgl_kernel
     import torch
 
+    from sgl_kvpool.sglang_plugin.rules import attention
+
+    attention.PAGED_TOP_K = range(2049)
+
     def fused(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts=None):
         lists = score.new_empty((len(score), topk), dtype=torch.int32)
         operator = torch.ops.sgl_kernel.fast_topk_transform_fused

@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory):
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
         "q_lora_rank": 128,
-        "index_topk": 64,
+        "index_topk": 2048,
         "index_head_dim": 128,
         "index_n_heads": 4,
     }

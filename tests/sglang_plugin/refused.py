@@ -14,6 +14,7 @@ SHORT = {
     "OFFLOAD": ("--disaggregation-decode-enable-offload-kvcache", "--hicache-storage-backend", "file"),
     "CHAIN": ('{"num_nextn_predict_layers":2}',),
     # Queries that are scaled by position.
+    "SHORT_LISTS": ('{"index_topk":512}',),
     "SCALED": ('{"llama_4_scaling":{"original_max_position_embeddings":8192,"beta":0.1}}',),
 }
 
@@ -175,6 +176,10 @@ mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
 mla cuda fp4 DCP TIER --hicache-storage-backend nixl
   --dcp-size 2 .* fp4 and --hicache-storage-backend nixl: .*; leave out one of them$
+mtp1 cuda bf16 DCP TIER EAGLE
+  --dcp-size 2 .*: SGLang's host pool takes the rows of a draft for those of one rank .*; leave it out$
+dsa cuda fp4 DCP --json-model-override-args SHORT_LISTS
+  --dcp-size 2 .*: SGLang's operator for prefills over stored rows selects 2048 .*; leave it out$
 mla cuda fp4 DCP TIER --kv-host-sharing node
   --kv-host-sharing node does not work with --dcp-size 2: .*; leave out --kv-host-sharing, or give rank$
 mla cuda bf16 DCP --attention-backend fa3
@@ -192,6 +197,7 @@ mtp1 cuda fp8 --speculative-adaptive
 mla cuda bf16 --enable-deterministic-inference
 dsa cuda fp4 --disaggregation-mode prefill
 dsa cuda fp4 --speculative-algorithm EAGLE3
+dsa cuda fp4 --chunked-prefill-size -1
 """
 SPARSE = r"""
 dsa-glm cuda fp4 --enable-prefill-cp --tp-size 2 --attn-cp-size 2 --cp-strategy zigzag

@@ -181,7 +181,7 @@ def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]
     from sgl_kvpool.sglang_plugin.rules.dsa import is_ours
 
     rows, steps = SparseRows(served, layout, device), []
-    if not layout.is_sglang_native:
+    if not layout.is_sglang_native or served.dcp_size > 1:
         steps.append(Step(f"{layout}: writing rows", _TRITON, rows.store))
     if is_ours(layout, served.dcp_size):
         steps.append(Step(f"{layout}: top-k lists", _TRITON, rows.read))

@@ -4,7 +4,7 @@ Each refusal is an error at start that names the value, the reason and what to u
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from sgl_kvpool import env
@@ -64,6 +64,8 @@ UNSHOWN_ALGORITHMS = {
 _DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 _GATHERED = (*_DEEPSEEK, "KimiK25ForConditionalGeneration")
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+#: Lengths of top-k lists that sgl_kernel's operator selects for prefills over stored rows.
+PAGED_TOP_K: Container[int] = (2048,)
 
 
 def is_chosen(
@@ -398,6 +400,8 @@ def _sparse_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
     raw = server.layout is MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
     yield raw, "SGLang stores such rows for tilelang and trtllm only, which it does not serve there"
     yield get_dsa_index_kpool(config.hf_config) > 1, "a pooled index key has tokens of several ranks"
+    short = config.hf_config.index_topk not in PAGED_TOP_K
+    yield short, "SGLang's operator for prefills over stored rows selects 2048 (index_topk)"
     yield server.model_name not in _SPARSE, "its attention has not been tested there"
     yield drafts and server.has_own_draft, "a draft of another checkpoint has not been tested there"
     several = (config.num_nextn_predict_layers or 0) > 1

@@ -201,6 +201,12 @@ SPARSE_DCP_FEATURES = (
         values="other than `EAGLE`, `NEXTN`",
     ),
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
+    Feature(
+        "chunked_prefill_size",
+        "buffers of a prefill are sized for a chunk, and a prompt may be longer",
+        in_use=lambda size: size is not None and size <= 0,
+        values="below 1",
+    ),
 )
 
 #: Features that do not work with our readers of rows for sparse attention.
@@ -219,3 +225,5 @@ def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
         "the pages of its draft have tokens of all ranks, and SGLang sends one's",
     )
     yield drafts and tier and server.has_own_draft, "a host tier of such a draft has not been tested there"
+    stock = drafts and tier and not server.has_our_tier
+    yield stock, "SGLang's host pool takes the rows of a draft for those of one rank (--kv-host-engine: ours)"
