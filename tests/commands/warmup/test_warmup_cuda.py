@@ -134,7 +134,8 @@ def test_sparse_models(found):
     assert set(found["sparse fp8_block_scale"]) == {"writing rows"}  # SGLang's kernels read them
     assert found["sparse bf16"] == {}
     # A rank attends the heads of both, and for a draft its own.
-    (lists,) = found["sparse bf16 over two ranks"].values()
+    rows, lists = found["sparse bf16 over two ranks"].values()
+    assert kernels(rows) == {"store_kernel"}
     assert kernels(lists) == {"decode_kernel", "merge_kernel", "gather_kernel"}
     draft, target = (both(1152, 0, 0, n, 1, counts="*i32", stride="D") for n in (4, 8))
     assert decodes(lists) == draft | target
