@@ -3,7 +3,7 @@
 SGLang collects metrics of all its processes through files (prometheus_client's multi-process mode), so what a
 scheduler counts here appears under `/metrics` of the server without further setup. `publish`, which a
 scheduler calls if the server was started with `--enable-metrics`, exposes the counts. `docs/reference.md`
-prints the tables: failures that a server survives, and reasons for uncached pages.
+has the tables: failures that a server survives, and reasons for uncached pages.
 """
 
 import logging

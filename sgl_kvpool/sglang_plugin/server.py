@@ -18,15 +18,9 @@ uses("sglang.srt.configs.hybrid_arch.mambaish_config", "model rules", takes=("mo
 # Besides those in tables of the rules.
 fields(
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "chunked_prefill_size"),
-    *(
-        "cp_strategy",
-        "dcp_replicate_q_proj",
-        "device",
-        "disaggregation_transfer_backend",
-        "dsa_decode_backend",
-    ),
-    *("dsa_prefill_backend", "enable_hierarchical_cache", "enable_memory_saver", "enable_metrics"),
-    *("enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_mixed_chunk"),
+    *("cp_strategy", "dcp_replicate_q_proj", "device", "disaggregation_transfer_backend"),
+    *("dsa_decode_backend", "dsa_prefill_backend", "enable_hierarchical_cache", "enable_memory_saver"),
+    *("enable_metrics", "enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_mixed_chunk"),
     *("enable_weights_cpu_backup", "ep_join_mode"),
     *("flashinfer_mla_disable_ragged", "hicache_host_memory_fraction", "hicache_io_backend"),
     *("hicache_mem_layout", "hicache_storage_backend_extra_config", "kv_cache_dtype", "max_prefill_tokens"),

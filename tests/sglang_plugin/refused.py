@@ -5,11 +5,12 @@ import re
 DSA_FLAGS = ("--dsa-prefill-backend", "--dsa-decode-backend")
 TIER = "--enable-hierarchical-cache"
 EAGLE = ("--speculative-algorithm", "EAGLE")
+STEPS = ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 #: Words of the tables that stand for several arguments.
 SHORT = {
     "TIER": (TIER,),
     "EAGLE": EAGLE,
-    "STEPS": ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
+    "STEPS": STEPS,
     "DCP": ("--tp-size", "4", "--dcp-size", "2"),
     "OFFLOAD": ("--disaggregation-decode-enable-offload-kvcache", "--hicache-storage-backend", "file"),
     "CHAIN": ('{"num_nextn_predict_layers":2}',),
@@ -177,7 +178,7 @@ mla cuda fp4 DCP --json-model-override-args SCALED
 mla cuda fp4 DCP TIER --hicache-storage-backend nixl
   --dcp-size 2 .* fp4 and --hicache-storage-backend nixl: .*; leave out one of them$
 mtp1 cuda bf16 DCP TIER EAGLE
-  --dcp-size 2 .*: SGLang's host pool takes the rows of a draft for those of one rank .*; leave it out$
+  --dcp-size 2 .*: SGLang's host pool, without --kv-host-engine, divides a draft's rows .*; leave it out$
 dsa cuda fp4 DCP --json-model-override-args SHORT_LISTS
   --dcp-size 2 .*: SGLang's operator for prefills over stored rows selects 2048 .*; leave it out$
 mla cuda fp4 DCP TIER --kv-host-sharing node

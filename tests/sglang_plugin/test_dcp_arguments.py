@@ -2,7 +2,7 @@
 
 import pytest
 from codec_oracle import LAYOUTS
-from refused import EAGLE
+from refused import EAGLE, STEPS
 
 
 @pytest.fixture
@@ -110,14 +110,7 @@ def test_prefill_from_stored_rows_is_refused(resolved, monkeypatch):
         resolved("bf16")
 
 
-DRAFTS = (
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
-)
+DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refused import STEPS
 
 from sgl_kvpool.commands.plan import ask
 
@@ -22,14 +23,7 @@ HEADS = {
 #: Bytes of a draft token on one of 8 ranks: 8 heads of keys and of values.
 HEADS_BYTES = 8 * (128 + 128) * 2
 TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
-CHAIN = [
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
-]
+CHAIN = [*STEPS, "--speculative-eagle-topk", "1"]
 
 
 def drafting(draft, algorithm="EAGLE3", backend="flashinfer"):

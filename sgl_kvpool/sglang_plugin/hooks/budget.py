@@ -123,10 +123,8 @@ def attention_workspace_bytes(request: PoolRequest) -> int:
         if ranks > 1:
             # A prefill attends stored rows with the queries of all ranks. Beside these, SGLang's merge has
             # results of all heads in 16 and in 32 bits. SGLang reserves what one rank needs.
-            tokens = view.chunked_prefill_size
-            tokens = tokens if tokens and tokens > 0 else view.max_prefill_tokens
             head_bytes = 2 * fmt.head_dim + (2 + 4) * fmt.kv_lora_rank
-            decode += tokens * heads * (ranks - 1) * head_bytes
+            decode += view.chunked_prefill_size * heads * (ranks - 1) * head_bytes
             if request.configurator.spec_algorithm.is_none():
                 return decode  # a draft has all rows, and gathers and decodes them as without ranks
             decode += sparse_workspace_bytes(fmt, heads, top_k, device)

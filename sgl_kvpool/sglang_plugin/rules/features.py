@@ -226,4 +226,4 @@ def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
     )
     yield drafts and tier and server.has_own_draft, "a host tier of such a draft has not been tested there"
     stock = drafts and tier and not server.has_our_tier
-    yield stock, "SGLang's host pool takes the rows of a draft for those of one rank (--kv-host-engine: ours)"
+    yield stock, "SGLang's host pool, without --kv-host-engine, divides a draft's rows among ranks"
