@@ -1,5 +1,6 @@
 """What `sgl-kvpool warmup --model` reads from a checkpoint."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ def test_shapes_of_checkpoints(checkpoints, tmp_path):
     alone = tmp_path / "a file.json"
     alone.write_text((Path(checkpoints["mla3"]) / "config.json").read_text())
     assert served == model_of(find_model(str(alone)))
+    alone.write_text(
+        json.dumps({**json.loads((Path(checkpoints["dsa"]) / "config.json").read_text()), "index_topk": 64})
+    )
+    assert model_of(find_model(str(alone))).top_k == 64
     assert served.layouts == tuple(MLAKVCacheLayout)
     assert served.arrangement is KVArrangement.LAYER_MAJOR
     assert model_of(find_model(checkpoints["rank256"])).kv_lora_rank == 256
-    assert model_of(find_model(checkpoints["dsa"])).top_k == 64
 
 
 def test_layers_of_hybrid_models_are_those_with_rows(checkpoints):
