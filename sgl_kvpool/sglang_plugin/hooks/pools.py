@@ -152,7 +152,8 @@ def _forward(original, self, forward_batch, *args, **kwargs):
     if not (is_prefill and pool.layer_num):  # a stage of a hybrid model may have none of the pool's layers
         return original(self, forward_batch, *args, **kwargs)
     if pool.error_sample is None:
-        pool.error_sample = ErrorSample(pool, int(config_of(self.server_args).requests(ERROR_SAMPLE)))
+        every = int(config_of(self.server_args).requests(ERROR_SAMPLE))
+        pool.error_sample = ErrorSample(self.token_to_kv_pool, every)
     pool.error_sample.begin()
     output = original(self, forward_batch, *args, **kwargs)
     pool.error_sample.end("replayed" if output.can_run_graph else "eager")

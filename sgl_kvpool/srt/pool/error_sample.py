@@ -28,7 +28,7 @@ class ErrorSample:
 
     def __init__(self, pool: Any, every: int) -> None:
         self._pool, self._every, self._prefills, self._is_active = pool, every, 0, False
-        self._layer_ids = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        self._layer_ids = pool.row_layer_ids
         fmt: RowFormat = pool.row_format
         self._host = fmt.in_layout(pool.host_tier.host_layout(fmt.layout))
         formats = {"device": fmt} if self._host == fmt else {"device": fmt, "host": self._host}
@@ -83,7 +83,7 @@ class ErrorSample:
         metrics.sampled(kind)
         pool, fmt, rank, read = self._pool, self._pool.row_format, self._pool.kv_lora_rank, []
         for index, (layer, rows) in enumerate(zip(self._layer_ids, self._rows, strict=True)):
-            buffer = pool.kv_buffer[index].squeeze(1).view(torch.uint8)
+            buffer = pool.row_pool.kv_buffer[index].squeeze(1).view(torch.uint8)
             read.append(gather_rows(buffer, rows, fmt, torch.float32, k_scale=pool.k_scale(layer)))
         # Row 0 takes padded tokens; -1 is a token of another rank.
         valid = (self._rows > 0).unsqueeze(-1)

@@ -82,6 +82,10 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         """Options of the wrapped pool, with its layer numbers."""
         return self.full_kv_pool.options
 
+    @property
+    def row_layer_ids(self) -> Sequence[int]:
+        return tuple(self.full_attention_layer_id_mapping)
+
     def has_rows(self, layer_id: int) -> bool:
         """Whether a model layer is an MLA layer; the other layers keep states."""
         return layer_id in self.full_attention_layer_id_mapping

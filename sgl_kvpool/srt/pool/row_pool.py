@@ -81,6 +81,11 @@ class RowPool:
         """The pool that holds the rows: this pool or the one that it wraps."""
         return self
 
+    @property
+    def row_layer_ids(self) -> Sequence[int]:
+        """Model layers with rows, in the order of the row pool."""
+        return self.row_pool.model_layer_ids
+
     def has_rows(self, layer_id: int) -> bool:
         """Whether the pool has rows of a model layer; a hybrid model has rows for some layers only."""
         return True

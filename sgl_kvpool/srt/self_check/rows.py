@@ -17,14 +17,6 @@ from sgl_kvpool.srt.self_check.pages import (
 )
 
 
-def layer_ids(pool: Any) -> list[int]:
-    """Ids of layers with rows, as `pool`'s methods take them, in the order of the row pool."""
-    rows = pool.row_pool
-    if pool is rows:
-        return [rows.start_layer + index for index in range(rows.layer_num)]
-    return list(pool.full_attention_layer_id_mapping)
-
-
 def check_rows(pool: Any) -> str:
     """Write rows of some layers and read them back.
 
@@ -32,7 +24,7 @@ def check_rows(pool: Any) -> str:
     SGLang's allocator; neighbours of the written rows have to keep their bytes, in every layer. The pages are
     restored afterwards. No request may use the pool meanwhile.
     """
-    ids, rows = layer_ids(pool), pool.row_pool
+    ids, rows = pool.row_layer_ids, pool.row_pool
     if not ids:
         return "no layer with rows"
     chosen = sorted({0, len(ids) // 2, len(ids) - 1})
@@ -81,7 +73,7 @@ def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.
             pool.set_kv_buffer(layer, KVWriteLoc(slots[:half]), given[:half], given[:half, :, :rank])
         loc = KVWriteLoc(slots_of_rank(pool, slots[half:]))
         pool.set_mla_kv_buffer(layer, loc, given[half:, :, :rank], rope)
-    ids = layer_ids(pool)
+    ids = pool.row_layer_ids
 
     def place(index: int, page: int, token: int) -> str:
         return f"layer {ids[index]}, slot {pages.pages[page] * rows.page_size + token}"

@@ -73,6 +73,7 @@ CASES = {
     "token_major, fp4 on the host": ("fp8_block_scale", "fp4", "token_major", {}, 1, 4, False),
     "page_major, fp4": ("fp4", None, "page_major", {}, 1, 4, False),
     "k_scales": ("fp8", None, "layer_major", {5: 0.5, 6: 0.01, 7: 4.0}, 1, 4, False),
+    "hybrid": ("fp8", None, "page_major", {3: 0.5, 6: 0.01, 7: 4.0}, 1, 4, False),
     "k_scale 1 on small latents": ("fp8", None, "layer_major", {}, 0.003, 4, False),
     "scales of a layer times 2": ("fp4", None, "layer_major", {}, 1, 4, True),
     "scales of tiles times 2": ("fp8_block_scale", "fp4_fp8_rope", "layer_major", {}, 1, 4, True),
@@ -86,7 +87,12 @@ def test_metrics_are_those_of_the_oracle(shown, monkeypatch, tmp_path, case):
     name, host, arrangement, k_scales, latent, rope, double = CASES[case]
     count = 9 if double else 3  # more than eight layers are in groups
     options = {"host_tier": HostTierOptions(host)} if host else {}
-    pool = pools.device_pool(name, arrangement, PAGE, 3, count, k_scales=k_scales, **options)
+    options["k_scales"] = k_scales
+    if case == "hybrid":
+        options |= {"layers": [3, FAULTY, 7], "page_size": PAGE, "size": 2 * PAGE}
+        pool = pools.hybrid_pool(name, arrangement, **options)
+    else:
+        pool = pools.device_pool(name, arrangement, PAGE, 3, count, **options)
     if double:
         plant(tmp_path / "values", doubled=(FAULTY,), put=monkeypatch.setattr)
     values, runner = values_of(pool, latent, rope), Runner(pool)
