@@ -2,7 +2,7 @@
 """Perplexity of SmolLM2-135M with its keys and values stored in various forms, without a server.
 
     python -m scripts.accuracy.llm [--windows 128] [--json docs/benchmarks/llm_cpu.json] [--continue]
-    python -m scripts.accuracy.llm --each-layer fp4 [--windows 16] [--json FILE --plot FILE.png] [--continue]
+    python -m scripts.accuracy.llm --each-layer fp4 [--windows 16] [--json FILE] [--continue]
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
@@ -18,13 +18,12 @@ import argparse
 import importlib.metadata
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from scripts.accuracy.forms import BLOCK, Form, nvfp4_without_global_scale, sglang_fp4, stored_as
+from scripts.accuracy.forms import Form, nvfp4_without_global_scale, sglang_fp4, stored_as
 from scripts.bench.sweep import line
 from scripts.kit.outputs import Report, commit, require_writable
 from sgl_kvpool.codec import scalars
@@ -33,8 +32,6 @@ from sgl_kvpool.demo import smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 WINDOW_TOKENS = 512
-#: Function from largest magnitudes [tokens, blocks, 1] to ue5m3 scale bytes, before they are clamped.
-Candidates = Callable[[Tensor], list[Tensor]]
 
 
 def fitted_fp8(rows: Tensor) -> Tensor:
@@ -46,32 +43,6 @@ def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
     """NVFP4 with a global scale per layer and window that makes the largest block scale 448."""
     factor = rows.float().abs().max() / (scalars.E2M1_MAX * scalars.E4M3_MAX)
     return nvfp4_without_global_scale(rows.float() / factor) * factor
-
-
-def of_candidates(candidates: Candidates) -> Form:
-    """`fp4` rows whose encoder tries these scales and takes the first with the least squared error."""
-
-    def form(rows: Tensor) -> Tensor:
-        blocks = rows.float().unflatten(-1, (-1, BLOCK))
-        sizes = blocks.abs()
-        best = error = torch.empty(0)
-        for scale_byte in candidates(sizes.amax(-1, keepdim=True)):
-            scale = scalars.ue5m3_values(scale_byte.clamp(1, scalars.UE5M3_MAX_BYTE))
-            back = scalars.round_to_e2m1(sizes / scale) * scale
-            squares = scalars.pairwise_sum((sizes - back).square()).unsqueeze(-1)
-            if not error.numel():
-                best, error = back, squares
-            else:
-                best = torch.where(squares < error, back, best)
-                error = torch.minimum(squares, error)
-        return torch.copysign(best, blocks).flatten(-2)
-
-    return form
-
-
-def largest_over(*divisors: float) -> Candidates:
-    """The largest magnitude divided by each divisor."""
-    return lambda largest: [scalars.ue5m3_bytes(largest / divisor) for divisor in divisors]
 
 
 def rotated(form: Form, width: int) -> Form:
@@ -113,8 +84,6 @@ def cases() -> dict[str, Form]:
         "SGLang's `fp4_mx_block16`": sglang_fp4,
         "`fp4`, keys alone": half(fp4, keys=True),
         "`fp4`, values alone": half(fp4, keys=False),
-        "scales amax / 6 and amax / 4": of_candidates(largest_over(6.0, 4.0)),
-        "scale amax / 6 alone": of_candidates(largest_over(6.0)),
         "`fp4` after Hadamard 64": rotated(fp4, 64),
         "NVFP4, a global scale per layer": nvfp4_with_global_scale,
         "`fp8`, k_scale fitted": fitted_fp8,
@@ -185,11 +154,8 @@ def main() -> None:
     parser.add_argument(
         "--each-layer", type=MLAKVCacheLayout, metavar="LAYOUT", help="round one layer a case"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cases of --each-layer as PNG")
     arguments = parser.parse_args()
     require_writable(parser, arguments.json)
-    if arguments.plot is not None and arguments.each_layer is None:
-        parser.error("--plot: give --each-layer, whose cases it draws")
     folder = smollm2.checkpoint()
     tokens = smollm2.english_token_ids(folder)
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)
@@ -221,26 +187,6 @@ def main() -> None:
         if not report.has(job):
             report.add(row)
         print(line(row), flush=True)
-    if arguments.plot is not None:
-        drawn = [row for row in report.rows if row["job"] in ({**job, "layer": x} for x in layers)]
-        draw_layers(arguments.plot, drawn, f"{model}, one layer in {layout}")
-
-
-def draw_layers(path: Path, rows: list[dict], title: str) -> None:
-    """Change of perplexity by layer, with standard errors, of a report's rows."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    changes = {row["job"]["layer"]: row["difference"] for row in rows if "layer" in row["job"]}
-    heights = [100 * change["perplexity_change"] for change in changes.values()]
-    axes.bar(list(changes), heights, yerr=[100 * x["standard_error"] for x in changes.values()], capsize=2)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("change of perplexity, %")
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
