@@ -34,11 +34,6 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 WINDOW_TOKENS = 512
 
 
-def fitted_fp8(rows: Tensor) -> Tensor:
-    """`fp8` with a k_scale per layer and window: the largest magnitude of its rows divided by 448."""
-    return stored_as(MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, rows.shape[1], fitted_scale=True)(rows)
-
-
 def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
     """NVFP4 with a global scale per layer and window that makes the largest block scale 448."""
     factor = rows.float().abs().max() / (scalars.E2M1_MAX * scalars.E4M3_MAX)
@@ -86,7 +81,7 @@ def cases() -> dict[str, Form]:
         "`fp4`, values alone": half(fp4, keys=False),
         "`fp4` after Hadamard 64": rotated(fp4, 64),
         "NVFP4, a global scale per layer": nvfp4_with_global_scale,
-        "`fp8`, k_scale fitted": fitted_fp8,
+        "`fp8`, k_scale fitted": stored_as(MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, rank, fitted_scale=True),
     }
 
 
