@@ -2,7 +2,7 @@
 """Perplexity of SmolLM2-135M with its keys and values stored in various forms, without a server.
 
     python -m scripts.accuracy.llm [--windows 128] [--json docs/benchmarks/llm_cpu.json] [--continue]
-    python -m scripts.accuracy.llm --each-layer fp4 [--windows 16] [--json FILE] [--continue]
+    python -m scripts.accuracy.llm --each-layer fp4 [--windows 16] [--json FILE --plot FILE.png] [--continue]
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
@@ -149,8 +149,11 @@ def main() -> None:
     parser.add_argument(
         "--each-layer", type=MLAKVCacheLayout, metavar="LAYOUT", help="round one layer a case"
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cases of --each-layer as PNG")
     arguments = parser.parse_args()
     require_writable(parser, arguments.json)
+    if arguments.plot is not None and arguments.each_layer is None:
+        parser.error("--plot: give --each-layer, whose cases it draws")
     folder = smollm2.checkpoint()
     tokens = smollm2.english_token_ids(folder)
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)
@@ -182,6 +185,26 @@ def main() -> None:
         if not report.has(job):
             report.add(row)
         print(line(row), flush=True)
+    if arguments.plot is not None:
+        drawn = [row for row in report.rows if row["job"] in ({**job, "layer": x} for x in layers)]
+        draw_layers(arguments.plot, drawn, f"{model}, one layer in {layout}")
+
+
+def draw_layers(path: Path, rows: list[dict], title: str) -> None:
+    """Change of perplexity by layer, with standard errors, of a report's rows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    changes = {row["job"]["layer"]: row["difference"] for row in rows if "layer" in row["job"]}
+    heights = [100 * change["perplexity_change"] for change in changes.values()]
+    axes.bar(list(changes), heights, yerr=[100 * x["standard_error"] for x in changes.values()], capsize=2)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("change of perplexity, %")
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

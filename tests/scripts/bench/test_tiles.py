@@ -10,9 +10,10 @@ import pytest
 
 from scripts.bench import tile_table, tiles
 from scripts.bench.__main__ import main
-from scripts.bench.tile_table import findings
+from scripts.bench.attention.cases import Workload
+from scripts.bench.tile_table import findings, tile_of
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention.decode_config import TileConfig
+from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, table
 
 FP4 = MLAKVCacheLayout.FP4
 SLOW, FAST, OTHER = (64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2)
@@ -38,10 +39,23 @@ def bad(heads, own, status="failed", **more):
 # ----------------------------------------------------------------------------------------- what is compared
 
 
-def test_jobs_of_a_workload_and_layout_are_adjacent():
-    """They share their inputs."""
+@pytest.mark.parametrize("layout", MLAKVCacheLayout)
+def test_tiles_are_distinct_and_include_those_of_the_table(layout):
+    for heads in tiles.HEADS:
+        found = tiles.tiles(layout, heads)
+        assert len(set(found)) == len(found)
+        query_heads, served = {t.query_heads for t in found}, table("gluon")
+        assert {t for name, t in served if name is layout and t.query_heads in query_heads} <= set(found)
+        assert all(t.block_rows == 16 * t.warps for t in found if t.kernel == "gluon")
+
+
+def test_jobs_are_measured_with_the_splits_of_the_rule():
     jobs = [job for job in tiles.jobs([16], 132) if job["layout"] == "fp4"]
     assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs)
+    for job in jobs:
+        own, work = tile_of(job), Workload.of(job)
+        assert job["splits"] == config_of_tile(own, 16, work.batch, work.rows_per_list, 132).splits
+    # Jobs of a workload and layout are adjacent: they share their inputs.
     groups = [key for key, _ in itertools.groupby((j["kind"], j["batch"]) for j in jobs)]
     assert len(groups) == len(set(groups)) == 8
 
