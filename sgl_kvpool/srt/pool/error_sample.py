@@ -2,8 +2,8 @@
 
 Every way in which SGLang prefills calls the pool's writers from Python: the MHA form from the model's code,
 the absorbed form from the attention backend, which runs between the pieces of breakable CUDA graphs. Rows are
-read back after they are stored, not encoded again, so that wrong writers and scales show too. Rows of another
-layout on the host are these rows encoded as a backup encodes them, not read back from the host.
+read back after they are stored, not encoded again, so that wrong writers and scales show too. The `host` rows
+are the device's, encoded again in the host's layout: the host's memory, transfers and converters are not read.
 """
 
 import math
