@@ -3,7 +3,7 @@
 Every way in which SGLang prefills calls the pool's writers from Python: the MHA form from the model's code,
 the absorbed form from the attention backend, which runs between the pieces of breakable CUDA graphs. Rows are
 read back after they are stored, not encoded again, so that wrong writers and scales show too. The `host` rows
-are the device's, encoded again in the host's layout: the host's memory, transfers and converters are not read.
+are the device rows, encoded again in the host's layout: host memory, transfers and converters are not read.
 """
 
 import math

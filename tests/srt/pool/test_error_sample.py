@@ -180,8 +180,8 @@ class Launches(TorchDispatchMode):
 def test_cost(shown):
     """In a prefill that is not sampled nothing is launched; one in 64 has at most 0.5 % of its kernels.
 
-    Assumed of a prefill without it: 30 kernels a layer, and 50 MB (in DeepSeek-V2-Lite's bf16, attention reads
-    28 MB of weights and an expert 17 MB).
+    Assumed of a prefill without it: 30 kernels a layer, and 50 MB (in DeepSeek-V2-Lite's bf16, attention
+    reads 28 MB and an expert 17 MB).
     """
     for layers, host in ((13, "same"), (27, "fp4")):
         options = {"readers": ("kvpool_mla",), "host_tier": HostTierOptions(host)}
