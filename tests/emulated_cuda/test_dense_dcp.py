@@ -31,6 +31,7 @@ ENGINES = {
     "two": (RANKS | TIER, [*COMPUTED, DEVICE, HOST, WITHOUT]),
     "two, one step": (RANKS | ONE_STEP, [*COMPUTED, DEVICE]),
     "two, GLM": (RANKS, COMPUTED),
+    "two, EAGLE3": (RANKS | {"speculative_algorithm": "EAGLE3"}, [*COMPUTED, WITHOUT]),
 }
 HITS = {"device hit": "device", "host hit": "host"}
 
@@ -64,6 +65,9 @@ def answers(run, tmp_path_factory):
             more, phases = ENGINES[name]
             options = {"kv_cache_layout": "fp4", **OPTIONS, **more}
             model = str(models["GLM" if "GLM" in name else "V3"])
+            if "EAGLE3" in name:
+                draft = copying_deepseek.write_eagle3(folder / "EAGLE3", models["V3"])
+                options |= {"speculative_draft_model_path": str(draft)}
             arguments = f"{model!r}, {str(folder / 'flag')!r}, {phases!r}, {(SHARED, OWN)}"
             code = "from emulated_cuda import copying_engine\n"
             found[name] = run(f"{code}copying_engine.main({arguments}, **{options!r})")
@@ -92,8 +96,13 @@ def test_hits_are_of_the_rows_of_all_ranks(answers, hit):
     assert max(details.get(HITS[hit], 0) for details in found) >= SHARED - 1, found
 
 
-def test_drafts_depend_on_their_rows(answers):
-    found = answers("two")
+@pytest.mark.parametrize("name", ["two", "two, EAGLE3"])
+def test_drafts_depend_on_their_rows(answers, name):
+    """Of a draft's own checkpoint too, whose chains are right in their first step."""
+    found = answers(name)
+    for ids, answer in zip(copying_engine.prompts(SHARED, OWN), found["computed"], strict=True):
+        assert answer["output_ids"] == copying_deepseek.continued(ids, NEW)
+    print("accept length", name, accept_length(found["computed"]), accept_length(found["without rows"]))
     assert accept_length(found["without rows"]) < accept_length(found["computed"]) - 0.3
 
 

@@ -6,6 +6,7 @@ the answer. So drafts are accepted only while the draft finds its own rows, and 
 whose scores also depend on positions alone, decide what is found. Weights are computed, not trained.
 """
 
+import json
 from pathlib import Path
 
 import random_deepseek
@@ -69,6 +70,41 @@ def write(
     assert not missing, missing
     weights |= {name: w.to(weights[name].dtype).contiguous() for name, w in changed.items()}
     save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def write_eagle3(folder: Path, target: Path) -> Path:
+    """Write an EAGLE3 draft with MLA for a dense target of `write`; returns its folder.
+
+    It copies too, from embeddings alone. A later step of a chain adds to what the step before found, so only
+    the first step is certainly right.
+    """
+    from safetensors.torch import load_file, save_file
+
+    config = random_deepseek.config_of("deepseek_v3")
+    hidden, ones = config.hidden_size, torch.ones
+    attention = _attention(config)
+    for name in ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"):  # beside the embedding, the target's state
+        attention[name] = torch.cat([attention[name], torch.zeros_like(attention[name])], 1)
+    attention["q_a_layernorm.weight"] = ones(config.q_lora_rank)
+    attention["kv_a_layernorm.weight"] = ones(config.kv_lora_rank)
+    [weights] = target.glob("*.safetensors")
+    found = load_file(weights)
+    draft = {"lm_head.weight": found["lm_head.weight"], "fc.weight": torch.zeros(hidden, 2 * hidden)}
+    draft |= {"norm.weight": ones(hidden), "embed_tokens.weight": found["model.embed_tokens.weight"]}
+    draft |= {f"layers.0.self_attn.{name}": weight for name, weight in attention.items()}
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        draft[f"layers.0.{norm}.weight"] = ones(hidden)
+    for name in ("gate", "up", "down"):
+        draft[f"layers.0.mlp.{name}_proj.weight"] = torch.zeros(hidden, hidden)
+    folder.mkdir()
+    save_file({n: w.bfloat16().contiguous() for n, w in draft.items()}, folder / "model.safetensors")
+    written = json.loads((target / "config.json").read_text())
+    del written["num_nextn_predict_layers"]
+    written |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_hidden_layers": 1}
+    written |= {"draft_vocab_size": random_deepseek.VOCAB}
+    written["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 1], "use_aux_hidden_state": True}
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 
