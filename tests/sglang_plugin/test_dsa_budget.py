@@ -121,6 +121,7 @@ def test_ranks_that_share_a_prefix_pool(hooked, layout, ranks, model):
     fmt = MLAKVCacheLayout(layout).pool_row_format(512, 64, is_dsa=True)
     top_k = plain.model_config.hf_config.index_topk
     merged = 4096 * heads * (ranks - 1) * (576 * 2 + 512 * 2 + 512 * 4)
+    merged += 4096 * 2 * top_k * 4  # lists of two chunks
     both = [sparse_workspace_bytes(fmt, each, top_k, "cpu") for each in (heads * ranks, heads)]
     assert sizes._fixed_overhead_bytes == merged + both[0]
     gathered = 65536 * 576 * 2  # keys of the draft's prefill

@@ -125,6 +125,8 @@ def attention_workspace_bytes(request: PoolRequest) -> int:
             # results of all heads in 16 and in 32 bits. SGLang reserves what one rank needs.
             head_bytes = 2 * fmt.head_dim + (2 + 4) * fmt.kv_lora_rank
             decode += view.chunked_prefill_size * heads * (ranks - 1) * head_bytes
+            # Its own entries of each list, int32, beside those of the chunk before.
+            decode += view.chunked_prefill_size * top_k * 4 * 2
             if request.configurator.spec_algorithm.is_none():
                 return decode  # a draft has all rows, and gathers and decodes them as without ranks
             decode += sparse_workspace_bytes(fmt, heads, top_k, device)
