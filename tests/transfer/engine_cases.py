@@ -15,7 +15,7 @@ from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import GPU_ENGINES
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, Transfer, host_view
+from sgl_kvpool.transfer.slots import DevicePages, Transfer, packed_view
 
 LAYERS, K_SCALES = 7, (0.5, 1.0, 3.25, 1.0, 0.125, 2.0, 1.5)
 #: Device and host layout: every narrower layout that a host tier may have.
@@ -123,7 +123,7 @@ def round_trip(
     shape = (pages + 3, page_bytes)
     memory = make_host(*shape) if make_host else torch.empty(shape, dtype=torch.uint8)
     memory.fill_(0xEE)
-    host = host_view(memory, group, 0, formats[1])
+    host = _host_view(memory, group, page_size * formats[1].row_bytes)
     conversion = None
     if own != other:
         conversion = RowConversion(source=formats[0], target=formats[1], k_scales=K_SCALES)
@@ -171,3 +171,14 @@ def round_trip(
     finish()
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, on_device, strict=True))
     assert torch.equal(memory.view(expected.shape), expected)
+
+
+def _host_view(memory, group, layer_bytes):
+    """The same layers with the host's sizes."""
+    from dataclasses import replace
+
+    layers = tuple(
+        replace(layer, runs=PageRuns(tensor_index=0, offset_bytes=0, run_bytes=layer_bytes))
+        for layer in group.layers
+    )
+    return packed_view(memory, replace(group, layers=layers))
