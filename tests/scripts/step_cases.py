@@ -32,10 +32,9 @@ def good(name, measurement=GOOD, **more):
     return step(name, measured(measurement) + "; (folder / 'ran').open('a').write('x')", **more)
 
 
-def start(*argv, folder=None, **environment):
+def start(*argv):
     """A process of the program; its errors are on stdout."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        [sys.executable, ROOT / "scripts" / "h100_regression.py", *map(str, argv)], text=True, cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+        [sys.executable, ROOT / "scripts" / "h100_regression.py", *map(str, argv)], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

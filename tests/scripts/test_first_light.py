@@ -1,12 +1,15 @@
 """First light with real processes: steps that fail, hang or are missing, and runs that are killed."""
 
 import json
+import time
 from dataclasses import asdict
 
 import pytest
-from step_cases import GOOD, good, measured, step
+from live_processes import naming
+from step_cases import GOOD, good, measured, start, step
 
 from scripts.bench import tile_table
+from scripts.h100_regression import main
 from scripts.kit.environment import Machine
 from scripts.kit.records import Measurement, read_run
 from scripts.kit.runner import Step
@@ -30,6 +33,29 @@ def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     assert sum(step.limit_s for step in steps) <= FIRST_LIGHT_MINUTES * 60 <= 9 * 60 - 30
     # Results of the tests and the tiles of 16 heads are there after three minutes.
     assert sum(step.expected_s for step in steps[:2]) < 3 * 60
+
+
+def test_a_rehearsal_on_the_cpu_uses_no_gpu():
+    steps = first_light_steps(on_gpu=False)
+    assert steps
+    assert not any("gpu" in step.needs or "cuda" in step.command for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--first-light"], "torch sees no GPU; --device cpu rehearses it without a GPU"),
+        (["--first-light", "--device", "cpu", "--core"], "has steps of its own; leave out --core"),
+        (["--first-light", "--device", "cpu", "--only", "tile"], "no step has such a name"),
+    ],
+)
+def test_refusals(argv, why, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2  # how it is called, and what is wrong
+    assert why in printed[1]
 
 
 #: Beyond its limit.
@@ -132,6 +158,40 @@ def test_a_line_that_was_cut_off(tmp_path):
     assert (runs(tmp_path, "first"), runs(tmp_path, "second")) == (1, 2)
     assert [len(one["measurements"]) for one in found["steps"]] == [1, 1]
     assert read_run(journal).steps["second"].measurements == (GOOD,)
+
+
+#: Two steps in this order, of which the second takes half a minute at least.
+ARGV = ["--first-light", "--device", "cpu", "--only", "codec-quick", "--only", "transfer-quick"]
+
+
+def test_a_killed_run_is_continued(tmp_path):
+    """The real command: valid files and no process remain, and what was measured is not measured again."""
+    out = tmp_path / "out"
+    there = ("--out", out, "--time-limit-scale", "20")
+    process = start(*ARGV, *there)
+    log = out / "logs" / "transfer-quick.log"
+    for _ in range(1800):
+        if (log.is_file() and log.stat().st_size) or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    assert statuses(found_in(out))["codec-quick"] == "ok"
+    process.kill()
+    process.communicate(timeout=120)
+    for _ in range(200):
+        if not naming(str(out)):
+            break
+        time.sleep(0.1)
+    assert not naming(str(out))
+    cut = found_in(out)
+    assert statuses(cut)["transfer-quick"] == "missing"
+    again = start(*ARGV[:5], *there)  # without transfers, which take long
+    printed, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, printed
+    assert "[1/" not in printed  # nothing was left to do
+    found = found_in(out)
+    assert found["steps"] == cut["steps"]
+    assert found["benchmarks"]["codec-quick"]["device"] == "cpu"
+    assert len(found["sources_sha256"]) == 64
 
 
 def tile_row(us, *, layout="fp4", rows=64, part="tile", splits=2):

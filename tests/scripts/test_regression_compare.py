@@ -51,37 +51,43 @@ def test_margins(kind, better, old, new, expected):
     assert found.status == {"same": 0, "worse": 1, "better": 0, "ignored": 2}[expected]
 
 
-OTHER = Measurement("other", 1.0, "x", "kernel_ratio")
+def test_a_metric_that_vanished():
+    other = Measurement("other", 1.0, "x", "kernel_ratio")
+    found = compare(run(one(2.0), other), run(other))
+    assert found.regressions == ["attention: speed: was 2 x, is missing"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "regression", "not_compared"),
-    [
-        (run(one(2.0), OTHER), run(OTHER), "attention: speed: was 2 x, is missing", None),
-        (
-            run(one(2.0)), run(one(None, note="wrong: 0.3 away")),
-            "attention: speed: was 2 x, not measured: wrong: 0.3 away", None,
-        ),
-        (
-            run(one(2.0)), run(one(2.0), status="failed", reason="tests failed"),
-            "attention: was ok, failed: tests failed", None,
-        ),
-        *(
-            (run(one(2.0)), run(one(None, note=note)), None, f"attention: {note}")
-            for note in ("not run: the 8 minutes were spent", "skipped: out of memory")
-        ),
-        (run(one(2.0, layout="fp8")), run(), None, "layout fp8 was not requested"),
-        (run(one(2.0, layout="fp4")), run(), "attention: speed: was 2 x, is missing", None),
-        (run(one(2.0)), run(step="codec"), None, "attention: not among the steps of the newer run"),
-        (run(one(2.0)), run(status="skipped", reason="no GPU"), None, "attention: skipped: no GPU"),
-    ],
-)  # fmt: skip
-def test_what_is_missing(old, new, regression, not_compared):
-    found = compare(old, new)
-    assert found.regressions == [regression] * bool(regression)
-    assert found.not_compared == ({not_compared: 1} if not_compared else {})
-    if not_compared:
-        assert found.status == 2
+@pytest.mark.parametrize("new", [run(step="codec"), run(status="skipped", reason="torch sees no GPU")])
+def test_a_step_that_was_not_run_is_reported(new):
+    found = compare(run(one(2.0)), new)
+    assert found.regressions == []
+    assert found.status == 2
+    assert sum(found.not_compared.values()) == 1
+    assert "attention: " in next(iter(found.not_compared))
+
+
+def test_a_layout_that_was_not_requested():
+    before = run(one(2.0, layout="fp8"), replace(one(2.0, layout="fp4"), metric="fp4's"))
+    found = compare(before, run())
+    assert [line.split(": ")[1] for line in found.regressions] == ["fp4's"]
+    assert found.not_compared == {"layout fp8 was not requested": 1}
+
+
+@pytest.mark.parametrize("note", ["not run: the 8 minutes were spent", "skipped: out of memory"])
+def test_a_benchmark_that_says_why_it_did_not_measure(note):
+    found = compare(run(one(2.0)), run(one(None, note=note)))
+    assert found.regressions == []
+    assert found.not_compared == {f"attention: {note}": 1}
+
+
+def test_a_value_that_could_not_be_measured_any_more():
+    found = compare(run(one(2.0)), run(one(None, note="wrong: 0.3 away")))
+    assert found.regressions == ["attention: speed: was 2 x, not measured: wrong: 0.3 away"]
+
+
+def test_a_step_that_fails_now():
+    found = compare(run(one(2.0)), run(one(2.0), status="failed", reason="tests failed"))
+    assert found.regressions == ["attention: was ok, failed: tests failed"]
 
 
 def test_another_gpu_compares_no_speeds():

@@ -108,6 +108,24 @@ def test_servers_of_a_step_end_with_it(run, tmp_path, how):
         assert found.reason == "2 processes outlived it and were killed"
 
 
+def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
+    """A scheduler whose server has died is adopted by the program that runs the steps."""
+    code = """
+        import subprocess, time
+        inner = "import subprocess, sys, time; time.sleep(1.5); "
+        inner += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
+        server = subprocess.Popen(
+            [sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        (folder / 'pids').write_text(server.stdout.readline())
+        server.wait()
+    """
+    found = run(step("one", code, parse=None))["one"]
+    pid = (tmp_path / "steps" / "one" / "pids").read_text()
+    assert ended(int(pid))
+    assert found.reason == "1 processes outlived it and were killed"
+
+
 def test_a_step_that_ignores_sigterm_is_killed(run, monkeypatch):
     monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
