@@ -122,11 +122,10 @@ def attention_workspace_bytes(request: PoolRequest) -> int:
         decode = sparse_workspace_bytes(fmt, heads * ranks, top_k, device)
         if ranks > 1:
             # A prefill attends stored rows with the queries of all ranks. Beside these, SGLang's merge has
-            # results of all heads in 16 and in 32 bits. SGLang reserves what one rank needs.
+            # results of all heads in 16 and in 32 bits. SGLang reserves what one rank needs. A rank's own
+            # entries of each list, int32, are there beside those of the chunk before.
             head_bytes = 2 * fmt.head_dim + (2 + 4) * fmt.kv_lora_rank
-            decode += view.chunked_prefill_size * heads * (ranks - 1) * head_bytes
-            # Its own entries of each list, int32, beside those of the chunk before.
-            decode += view.chunked_prefill_size * top_k * 4 * 2
+            decode += view.chunked_prefill_size * (heads * (ranks - 1) * head_bytes + 2 * 4 * top_k)
             if request.configurator.spec_algorithm.is_none():
                 return decode  # a draft has all rows, and gathers and decodes them as without ranks
             decode += sparse_workspace_bytes(fmt, heads, top_k, device)

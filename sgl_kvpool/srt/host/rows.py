@@ -90,9 +90,7 @@ class HierarchicalMLAHostPool(TransferMixin, MLATokenToKVPoolHost):
         check_host_layout(kv_pool.row_format, host_layout)
         self._device_rows = kv_pool.row_format
         self.row_format = self._device_rows.in_layout(host_layout)
-        self._k_scales = [
-            [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
-        ]
+        self._k_scales = [[pool.k_scale(layer) for layer in pool.row_layer_ids] for pool in pools]
         # Each rank has all rows of a draft.
         self._page_sizes = [page_size // pool.dcp_size for pool in pools]
         views = [canonical_view(pool, size) for pool, size in zip(pools, self._page_sizes, strict=True)]

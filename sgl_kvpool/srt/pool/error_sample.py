@@ -2,8 +2,7 @@
 
 Every way in which SGLang prefills calls the pool's writers from Python: the MHA form from the model's code,
 the absorbed form from the attention backend, which runs between the pieces of breakable CUDA graphs. Rows are
-read back after they are stored, not encoded again, so that wrong writers and scales show too. The `host` rows
-are the device rows, encoded again in the host's layout: host memory, transfers and converters are not read.
+read back after they are stored, so that wrong writers and scales show; `host` rows are these, encoded again.
 """
 
 import math
@@ -112,7 +111,7 @@ class ErrorSample:
         return torch.stack([x.sum((1, 2), dtype=torch.float64) for x in (*squares, *counts)])
 
     def _publish(self, sums: torch.Tensor) -> None:
-        ids = torch.tensor(self._layer_ids)
+        ids = self._layer_ids
         for (rows, part, *_), found in zip(self._parts, sums, strict=True):
             for group in torch.arange(len(ids)).tensor_split(min(GROUPS, len(ids))):
                 error, size, clamped, blocks, zeroed, nonzero = found[:, group].sum(1).tolist()

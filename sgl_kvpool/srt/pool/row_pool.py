@@ -206,7 +206,7 @@ def k_scales_digest(pools: Sequence[Any]) -> str:
 
     8 hexadecimal digits that depend on every layer's k_scale; empty if all are 1.
     """
-    scales = [[pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools]
+    scales = [[pool.k_scale(layer) for layer in pool.row_layer_ids] for pool in pools]
     if all(scale == 1.0 for layers in scales for scale in layers):
         return ""
     return hashlib.blake2b(repr(scales).encode(), digest_size=4).hexdigest()

@@ -80,7 +80,7 @@ class _TierCheck:
         self._taken.append(slots)
         generator = torch.Generator().manual_seed(2)
         for pool, (pages, keys) in zip(self._pools, self._kept(slots), strict=True):
-            scales = [pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num)]
+            scales = [pool.k_scale(layer) for layer in pool.row_layer_ids]
             fmt, shape = pool.row_format, (self.pages, pool.page_size, pool.row_format.row_bytes)
             rows = {scale: encoded(random_values(_ROWS, fmt, seed=1), fmt, scale) for scale in set(scales)}
             layers = [rows[scale][self._order(index, pool)].view(shape) for index, scale in enumerate(scales)]
@@ -178,8 +178,8 @@ class _TierCheck:
         """Conversion of a pool's rows to the host's; None if both have the same format."""
         if self._tier.row_format == pool.row_format:
             return None
-        scales = (pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num))
-        return RowConversion(source=pool.row_format, target=self._tier.row_format, k_scales=tuple(scales))
+        scales = tuple(pool.k_scale(layer) for layer in pool.row_layer_ids)
+        return RowConversion(source=pool.row_format, target=self._tier.row_format, k_scales=scales)
 
     @cached_property
     def _in_host_layout(self) -> list[torch.Tensor]:
