@@ -26,23 +26,19 @@ static float extreme(const Inst& in, float a, float b, bool least) {
 // 16-bit operands are doubles in between: sums and products are exact or rounded to odd, so that encoding rounds them
 // once.
 HANDLER(half_arith) {
-  int n = in.a == FFMA ? 3 : 2;
-  bool two = in.t == F16X2 || in.t == BF16X2;
-  const u64* s[3];
-  for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
+  bool two = in.t == F16X2 || in.t == BF16X2, fma = in.a == FFMA, product = fma || in.a == FMUL, minus = in.a == FSUB;
+  const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = fma ? x.rd(w, in, 3, m) : b;
   u64* d = x.wr(w, in, 0, m);
-  lanes(m, [&](int l) {
-    u32 out = 0;
-    for (int h = 0; h <= 16 * two; h += 16) {
-      double v[3] = {0, 0, 0};
-      for (int i = 0; i < n; i++) v[i] = decode(s[i][l] >> h & 0xffff, in.t);
-      double y = in.a == FADD   ? add_odd(v[0], v[1])
-                 : in.a == FSUB ? add_odd(v[0], -v[1])
-                 : in.a == FMUL ? v[0] * v[1]
-                                : add_odd(v[0] * v[1], v[2]);
-      out |= encode(y, in.t) << h;
-    }
-    d[l] = out;
+  by_float(in.t, [&](auto t) {
+    auto half = [&](u64 p, u64 q, u64 r) {
+      double v = decode(p, t), u = decode(q, t), y = product ? v * u : v;
+      double sum = add_odd(y, fma ? decode(r, t) : minus ? -u : u);
+      return encode(product && !fma ? y : sum, t);
+    };
+    each_lane(m, [&](int l) {
+      u32 low = half(a[l], b[l], c[l]), high = half(a[l] >> 16, b[l] >> 16, c[l] >> 16);
+      d[l] = two ? low | high << 16 : low;
+    });
   });
 }
 
@@ -53,50 +49,47 @@ static float ulps(Machine& x, float v) {  // approximate functions: moved by up 
 }
 
 HANDLER(f32_arith) {  // in.b: approximate; in.c: as `extreme`, 2 rounded down
-  int n = in.a == FFMA ? 3 : in.a >= FRCP ? 1 : 2;
-  const u64* s[3];
-  for (int i = 0; i < n; i++) s[i] = x.rd(w, in, 1 + i, m);
+  const u64 *a = x.rd(w, in, 1, m), *b = in.a >= FRCP ? a : x.rd(w, in, 2, m), *c = in.a == FFMA ? x.rd(w, in, 3, m) : a;
   u64* d = x.wr(w, in, 0, m);
-  lanes(m, [&](int l) {
-    float v[3] = {0, 0, 0}, r;
-    for (int i = 0; i < n; i++) {
-      v[i] = as_f32(s[i][l]);
-      if (in.ftz) v[i] = flush(v[i]);
-    }
-    switch (in.a) {
-      case FADD: r = v[0] + v[1]; break;
-      case FSUB: r = v[0] - v[1]; break;
-      case FMUL: r = v[0] * v[1]; break;
-      case FFMA: {
-        r = std::fma(v[0], v[1], v[2]);
-        if (in.c & 2 && r > add_odd((double)v[0] * v[1], v[2])) r = std::nextafter(r, -INFINITY);
-        break;
-      }
-      case FMIN: r = extreme(in, v[0], v[1], true); break;
-      case FMAX: r = extreme(in, v[0], v[1], false); break;
-      case FDIV: r = v[0] / v[1]; break;
-      case FRCP: r = 1.f / v[0]; break;
-      case FLG2: r = (float)std::log2((double)v[0]); break;
-      case FSQRT: r = std::sqrt(v[0]); break;
-      case FRSQRT: r = (float)(1.0 / std::sqrt((double)v[0])); break;
-      default: r = (float)std::exp2((double)v[0]);
-    }
-    if (in.b) r = ulps(x, r);
-    d[l] = f32_bits(in.ftz ? flush(r) : r);
-  });
+  auto with = [&](auto f) {
+    if (in.ftz)
+      each_lane(m, [&](int l) { d[l] = f32_bits(flush(f(flush(as_f32(a[l])), flush(as_f32(b[l])), flush(as_f32(c[l]))))); });
+    else
+      each_lane(m, [&](int l) { d[l] = f32_bits(f(as_f32(a[l]), as_f32(b[l]), as_f32(c[l]))); });
+  };
+  auto near = [&](auto f) { with([&](float p, float q, float) { return in.b ? ulps(x, f(p, q)) : f(p, q); }); };
+  switch (in.a) {
+    case FADD: return with([](float p, float q, float) { return p + q; });
+    case FSUB: return with([](float p, float q, float) { return p - q; });
+    case FMUL: return with([](float p, float q, float) { return p * q; });
+    case FFMA:
+      if (!(in.c & 2)) return with([](float p, float q, float r) { return std::fma(p, q, r); });
+      return with([](float p, float q, float r) {
+        float s = std::fma(p, q, r);
+        return s > add_odd((double)p * q, r) ? std::nextafter(s, -INFINITY) : s;
+      });
+    case FMIN: return with([&](float p, float q, float) { return extreme(in, p, q, true); });
+    case FMAX: return with([&](float p, float q, float) { return extreme(in, p, q, false); });
+    case FDIV: return near([](float p, float q) { return p / q; });
+    case FRCP: return near([](float p, float) { return 1.f / p; });
+    case FLG2: return near([](float p, float) { return (float)std::log2((double)p); });
+    case FSQRT: return near([](float p, float) { return std::sqrt(p); });
+    case FRSQRT: return near([](float p, float) { return (float)(1.0 / std::sqrt((double)p)); });
+    default: near([](float p, float) { return (float)std::exp2((double)p); });
+  }
 }
 
 HANDLER(half_sign) {  // in.a: 0 abs, 1 neg
   const u64* a = x.rd(w, in, 1, m);
   u64* d = x.wr(w, in, 0, m);
   u64 bits = in.t == F16X2 || in.t == BF16X2 ? 0x80008000u : 0x8000u;
-  lanes(m, [&](int l) { d[l] = in.a ? a[l] ^ bits : a[l] & ~bits; });
+  each_lane(m, [&](int l) { d[l] = in.a ? a[l] ^ bits : a[l] & ~bits; });
 }
 
 HANDLER(f32_sign) {  // in.a: 0 abs, 1 neg
   const u64* a = x.rd(w, in, 1, m);
   u64* d = x.wr(w, in, 0, m);
-  lanes(m, [&](int l) {
+  each_lane(m, [&](int l) {
     u32 r = in.a ? (u32)a[l] ^ 0x80000000u : (u32)a[l] & 0x7fffffffu;
     d[l] = in.ftz ? std::bit_cast<u32>(flush(as_f32(r))) : r;
   });
@@ -105,47 +98,24 @@ HANDLER(f32_sign) {  // in.a: 0 abs, 1 neg
 // ------------------------------------------------------------------------------- comparisons and selections
 enum Cmp : u8 { EQ, NE, LT, LE, GT, GE, EQU, NEU, LTU, LEU, GTU, GEU, NUM, NANC };
 
-static bool compare_float(float a, float b, int c) {
-  bool un = a != a || b != b;
-  switch (c) {
-    case EQ: return a == b;
-    case NE: return !un && a != b;
-    case LT: return a < b;
-    case LE: return a <= b;
-    case GT: return a > b;
-    case GE: return a >= b;
-    case EQU: return un || a == b;
-    case NEU: return un || a != b;
-    case LTU: return un || a < b;
-    case LEU: return un || a <= b;
-    case GTU: return un || a > b;
-    case GEU: return un || a >= b;
-    case NUM: return !un;
-    default: return un;
-  }
-}
-
 HANDLER(c_setp) {  // in.a: the comparison
   const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m);
   u64* d = x.wr(w, in, 0, m);
+  // For which results it is true: 1 less, 2 equal, 4 greater, 8 unordered.
+  static const u8 sets[] = {2, 5, 1, 3, 4, 6, 10, 13, 9, 11, 12, 14, 7, 8};
+  u8 set = sets[in.a];
+  auto holds = [=](auto p, auto q) { return (set & (p < q ? 1 : p == q ? 2 : p > q ? 4 : 8)) != 0; };
   if (in.t == F32) {
-    lanes(m, [&](int l) {
+    bool ftz = in.ftz;
+    each_lane(m, [=](int l) {
       float p = as_f32(a[l]), q = as_f32(b[l]);
-      d[l] = in.ftz ? compare_float(flush(p), flush(q), in.a) : compare_float(p, q, in.a);
+      d[l] = ftz ? holds(flush(p), flush(q)) : holds(p, q);
     });
     return;
   }
   by_int(in.t, [&](auto z) {
     using Ty = decltype(z);
-    lanes(m, [&](int l) {
-      Ty p = (Ty)a[l], q = (Ty)b[l];
-      d[l] = in.a == EQ   ? p == q
-             : in.a == NE ? p != q
-             : in.a == LT ? p < q
-             : in.a == LE ? p <= q
-             : in.a == GT ? p > q
-                          : p >= q;
-    });
+    each_lane(m, [=](int l) { d[l] = holds((Ty)a[l], (Ty)b[l]); });
   });
 }
 
@@ -156,7 +126,7 @@ HANDLER(c_selp) {
   const u64 *a = x.rd(w, in, 1, m & k), *b = x.rd(w, in, 2, m & ~k);
   u64* d = x.wr(w, in, 0, m);
   u64 keep = ~0ull >> (64 - bits_of(in.t));
-  lanes(m, [&](int l) { d[l] = (k >> l & 1 ? a[l] : b[l]) & keep; });
+  each_lane(m, [&](int l) { d[l] = (k >> l & 1 ? a[l] : b[l]) & keep; });
 }
 
 HANDLER(m_mov) {  // cvta too: addresses of shared memory are the same in both spaces here
@@ -169,17 +139,17 @@ HANDLER(m_mov) {  // cvta too: addresses of shared memory are the same in both s
     memcpy(copy, a, sizeof copy);
     for (int i = 0; i < n; i++) {
       u64* e = x.wr(w, in, d.v[i], m);
-      lanes(m, [&](int l) { e[l] = copy[l] >> (each * i) & keep; });
+      each_lane(m, [&](int l) { e[l] = copy[l] >> (each * i) & keep; });
     }
   } else if (s.k == VEC) {
     int n = (int)s.v.size(), each = bits_of(in.t) / n;
     u64 keep = (1ull << each) - 1, r[32] = {};
     for (int i = 0; i < n; i++) {
       const u64* a = x.rd(w, in, s.v[i], m);
-      lanes(m, [&](int l) { r[l] |= (a[l] & keep) << (each * i); });
+      each_lane(m, [&](int l) { r[l] |= (a[l] & keep) << (each * i); });
     }
     u64* e = x.wr(w, in, d, m);
-    lanes(m, [&](int l) { e[l] = r[l]; });
+    each_lane(m, [&](int l) { e[l] = r[l]; });
   } else if (s.k == REG && (m & ~w.def[s.r]) && !w.infl[s.r] && !s.neg) {
     // Copies of what was never written stay unwritten.
     u32 known = m & w.def[s.r];
@@ -191,7 +161,7 @@ HANDLER(m_mov) {  // cvta too: addresses of shared memory are the same in both s
     const u64* a = x.rd(w, in, s, m);
     u64* e = x.wr(w, in, d, m);
     u64 keep = ~0ull >> (64 - bits_of(in.t));
-    lanes(m, [&](int l) { e[l] = a[l] & keep; });
+    each_lane(m, [&](int l) { e[l] = a[l] & keep; });
   }
 }
 
@@ -208,9 +178,11 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `
     // Of two float32, a in the upper half, or of two e4m3.
     const u64* b = st == F32 ? x.rd(w, in, 2, m) : nullptr;
     int bits = bits_of(dt) / 2;
-    lanes(m, [&](int l) {
-      u64 low = b ? b[l] : a[l] & 0xff, high = b ? a[l] : a[l] >> 8;
-      r[l] = encode(decode(low, st), dt) | encode(decode(high, st), dt) << bits;
+    by_float(dt, [&](auto t) {
+      if (b)
+        each_lane(m, [&](int l) { r[l] = encode(as_f32(b[l]), t) | encode(as_f32(a[l]), t) << bits; });
+      else
+        each_lane(m, [&](int l) { r[l] = encode(decode(a[l], E4M3X2), t) | encode(decode(a[l] >> 8, E4M3X2), t) << bits; });
     });
   } else if (is_float(st) && !is_float(dt))
     by_int(dt, [&](auto y) {
@@ -225,6 +197,8 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `
         r[l] = std::is_signed_v<D> ? (u64)(i64)i : zext<D>(i);
       });
     });
+  else if (is_float(st) && dt == F32 && !in.b && !in.c && !in.ftz)
+    by_float(st, [&](auto t) { each_lane(m, [&](int l) { r[l] = f32_bits((float)decode(a[l], t)); }); });
   else if (is_float(st))
     lanes(m, [&](int l) {
       double v = whole(in.ftz ? flush(as_f32(a[l])) : decode(a[l], st), in.c);
@@ -235,16 +209,16 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `
     by_int(st, [&](auto z) {
       using S = decltype(z);
       if (dt == F32)
-        lanes(m, [&](int l) { r[l] = f32_bits((float)(S)a[l]); });
+        each_lane(m, [&](int l) { r[l] = f32_bits((float)(S)a[l]); });
       else
         by_int(dt, [&](auto y) {
           using D = decltype(y);
-          lanes(m, [&](int l) { r[l] = std::is_signed_v<D> ? (u64)(i64)(D)(S)a[l] : zext<D>((D)(S)a[l]); });
+          each_lane(m, [&](int l) { r[l] = std::is_signed_v<D> ? (u64)(i64)(D)(S)a[l] : zext<D>((D)(S)a[l]); });
         });
     });
   u64* d = x.wr(w, in, 0, m);
   u64 keep = ~0ull >> (64 - in.o[0].width);
-  lanes(m, [&](int l) { d[l] = r[l] & keep; });
+  each_lane(m, [&](int l) { d[l] = r[l] & keep; });
 }
 
 }  // namespace ptxrun

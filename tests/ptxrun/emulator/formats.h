@@ -9,28 +9,26 @@ inline float as_f32(u64 b) { return std::bit_cast<float>((u32)b); }
 
 inline u32 f32_bits(float x) { return x != x ? 0x7fffffffu : std::bit_cast<u32>(x); }
 
-inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
+inline float flush(float x) {
+  u32 b = std::bit_cast<u32>(x);
+  return std::bit_cast<float>(b & 0x7f800000 ? b : b & 0x80000000);
+}
 
 enum Round : u8 { RN, RZ };
 
 // Rounds once; `x` is exact or was rounded to odd. e4m3 has no infinities, and what is too large becomes its largest.
-inline u32 encode_small(double x, int ebits, int mbits, Round rm, bool is_e4m3 = false) {
-  const u32 sign = std::signbit(x) ? 1u << (ebits + mbits) : 0;
+[[gnu::always_inline]] inline u32 encode_small(double x, int ebits, int mbits, Round rm, bool is_e4m3 = false) {
   const int bias = (1 << (ebits - 1)) - 1, top = (1 << ebits) - 1;
-  if (x != x) return is_e4m3 ? 0x7f : (1u << (ebits + mbits)) - 1;
   const u32 largest = is_e4m3 ? 0x7e : ((u32)(top - 1) << mbits) | ((1u << mbits) - 1);
   const u32 infinity = is_e4m3 ? largest : (u32)top << mbits;
-  double a = std::fabs(x);
-  if (a == 0) return sign;
-  if (std::isinf(a)) return sign | infinity;
-  int ex;
-  std::frexp(a, &ex);
-  int e = std::max(ex - 1, 1 - bias);
-  double q = std::ldexp(a, mbits - e), r = std::floor(q), rest = q - r;
-  bool up = rm == RN && (rest > 0.5 || (rest == 0.5 && std::fmod(r, 2) == 1));
-  u64 code = (u64)r + up;  // with the hidden bit for normal numbers
-  u64 field = code >= (1ull << mbits) ? code + ((u64)(e + bias - 1) << mbits) : code;
-  return sign | (field <= largest ? (u32)field : rm == RZ ? largest : infinity);
+  const u64 bits = std::bit_cast<u64>(x), a = bits & ~0ull >> 1, inf = 0x7ffull << 52;
+  const i64 ex = (i64)(a >> 52) - 1023, e = std::max<i64>(ex, 1 - bias);
+  // Subnormal doubles and zero get a hidden bit too, but all is shifted out.
+  const u64 m = (a & ((1ull << 52) - 1)) | 1ull << 52, s = std::min<i64>(52 - mbits + e - ex, 63);
+  const u64 code = (rm == RN ? m + (1ull << (s - 1)) - 1 + (m >> s & 1) : m) >> s;  // with the hidden bit
+  const u64 field = code + ((u64)(e + bias - 1) << mbits);
+  const u32 r = field <= largest ? (u32)field : rm == RZ && a != inf ? largest : infinity;
+  return a > inf ? (is_e4m3 ? 0x7f : (1u << (ebits + mbits)) - 1) : r | (u32)(bits >> 63) << (ebits + mbits);
 }
 
 inline double decode_small(u32 b, int ebits, int mbits, bool is_e4m3 = false) {
@@ -52,7 +50,7 @@ struct Tables {
 
 inline const Tables tables;
 
-inline u32 encode(double x, T t) {
+[[gnu::always_inline]] inline u32 encode(double x, T t) {
   switch (t) {
     case F16:
     case F16X2: return encode_small(x, 5, 10, RN);
@@ -76,13 +74,26 @@ inline double decode(u64 b, T t) {
   }
 }
 
+// Calls f with a constant in place of the type of floating-point numbers, of which two may be in a register.
+template <class F>
+inline void by_float(T t, F f) {
+  switch (t) {
+    case F16:
+    case F16X2: return f(std::integral_constant<T, F16>{});
+    case BF16:
+    case BF16X2: return f(std::integral_constant<T, BF16>{});
+    case E4M3X2: return f(std::integral_constant<T, E4M3X2>{});
+    case TF32: return f(std::integral_constant<T, TF32>{});
+    default: return f(std::integral_constant<T, F32>{});
+  }
+}
+
 // a + b, rounded to odd: a later rounding to fewer bits is then right.
 inline double add_odd(double a, double b) {
-  double s = a + b;
-  if (!std::isfinite(s)) return s;
-  double bb = s - a, err = (a - (s - bb)) + (b - bb);
-  if (err != 0 && !(std::bit_cast<u64>(s) & 1)) s = std::nextafter(s, err > 0 ? INFINITY : -INFINITY);
-  return s;
+  double s = a + b, bb = s - a, err = (a - (s - bb)) + (b - bb);
+  u64 bits = std::bit_cast<u64>(s);
+  bool moved = err != 0 && std::fabs(s) < INFINITY && !(bits & 1);
+  return std::bit_cast<double>(bits + (moved ? (err > 0) == (s > 0) ? 1 : -1 : 0));
 }
 
 }  // namespace ptxrun

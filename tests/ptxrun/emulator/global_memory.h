@@ -51,19 +51,23 @@ inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, b
     u32 me = (u32)cta.linear + 1;
     u64 b = a - r->base;
     r->accessed[b >> kAccessedShift] = 1;
-    for (u32 i = 0; i < size; i++) {
-      u32 &writer = r->writer[b + i], &reader = r->reader[b + i];
-      const char* raced = nullptr;
-      if (write && reader && reader != me) raced = "read";
-      if (writer && writer != me) raced = "written";
-      if (c.global_races && raced) {
+    u32 *writers = r->writer + b, *readers = r->reader + b;
+    bool raced = false;
+    by_size(size, [&](auto z) {
+      for (u32 i = 0; i < sizeof z; i++)
+        raced |= (writers[i] && writers[i] != me) | (write && readers[i] && readers[i] != me);
+      for (u32 i = 0; i < sizeof z && !(raced && c.global_races); i++) (write ? writers : readers)[i] = me;
+    });
+    for (u32 i = 0; i < size && raced && c.global_races; i++) {
+      const char* how = writers[i] && writers[i] != me ? "written" : write && readers[i] && readers[i] != me ? "read" : nullptr;
+      if (how) {
         report("global race", w, in,
                fmt("%s byte %llu of region %s, %s by CTA %u in the same launch", write ? "writes" : "reads",
-                   (unsigned long long)(b + i), r->name.c_str(), raced, (raced[0] == 'w' ? writer : reader) - 1),
+                   (unsigned long long)(b + i), r->name.c_str(), how, (how[0] == 'w' ? writers : readers)[i] - 1),
                0, lane);
         break;
       }
-      (write ? writer : reader) = me;
+      (write ? writers : readers)[i] = me;
     }
   }
   return (u8*)a;

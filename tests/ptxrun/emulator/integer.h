@@ -35,7 +35,7 @@ inline void int1(Machine& x, Warp& w, const Inst& in, u32 m, F f) {
   u64* d = x.wr(w, in, 0, m);
   by_int(in.t, [&](auto z) {
     using Ty = decltype(z);
-    lanes(m, [&](int l) { d[l] = zext<Ty>((Ty)f((Ty)a[l])); });
+    each_lane(m, [&](int l) { d[l] = zext<Ty>((Ty)f((Ty)a[l])); });
   });
 }
 
@@ -45,7 +45,7 @@ inline void int2(Machine& x, Warp& w, const Inst& in, u32 m, F f) {
   u64* d = x.wr(w, in, 0, m);
   by_int(in.t, [&](auto z) {
     using Ty = decltype(z);
-    lanes(m, [&](int l) { d[l] = zext<Ty>((Ty)f((Ty)a[l], (Ty)b[l])); });
+    each_lane(m, [&](int l) { d[l] = zext<Ty>((Ty)f((Ty)a[l], (Ty)b[l])); });
   });
 }
 
@@ -75,7 +75,7 @@ HANDLER(i_wide) {
   u64 keep = in.t == U16 || in.t == S16 ? 0xffffffffull : ~0ull;
   by_int(in.t, [&](auto z) {
     using Ty = decltype(z);
-    lanes(m, [&](int l) { d[l] = ((u64)((i64)(Ty)a[l] * (i64)(Ty)b[l]) + (c ? c[l] : 0)) & keep; });
+    each_lane(m, [&](int l) { d[l] = ((u64)((i64)(Ty)a[l] * (i64)(Ty)b[l]) + (c ? c[l] : 0)) & keep; });
   });
 }
 
@@ -84,7 +84,7 @@ HANDLER(i_mad) {
   u64* d = x.wr(w, in, 0, m);
   by_int(in.t, [&](auto z) {
     using Ty = decltype(z);
-    lanes(m, [&](int l) { d[l] = zext<Ty>((Ty)((u64)(Ty)a[l] * (u64)(Ty)b[l] + c[l])); });
+    each_lane(m, [&](int l) { d[l] = zext<Ty>((Ty)((u64)(Ty)a[l] * (u64)(Ty)b[l] + c[l])); });
   });
 }
 
@@ -124,14 +124,14 @@ HANDLER(l_bits) {  // in.a: 0 and, 1 or, 2 xor
   const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m);
   u64* d = x.wr(w, in, 0, m);
   u64 k = ~0ull >> (64 - bits_of(in.t));
-  lanes(m, [&](int l) { d[l] = (in.a == 0 ? a[l] & b[l] : in.a == 1 ? a[l] | b[l] : a[l] ^ b[l]) & k; });
+  each_lane(m, [&](int l) { d[l] = (in.a == 0 ? a[l] & b[l] : in.a == 1 ? a[l] | b[l] : a[l] ^ b[l]) & k; });
 }
 
 HANDLER(l_not) {
   const u64* a = x.rd(w, in, 1, m);
   u64* d = x.wr(w, in, 0, m);
   u64 k = ~0ull >> (64 - bits_of(in.t));
-  lanes(m, [&](int l) { d[l] = ~a[l] & k; });
+  each_lane(m, [&](int l) { d[l] = ~a[l] & k; });
 }
 
 HANDLER(l_shl) {
@@ -139,7 +139,7 @@ HANDLER(l_shl) {
   u64* d = x.wr(w, in, 0, m);
   u32 n = bits_of(in.t);
   u64 k = ~0ull >> (64 - n);
-  lanes(m, [&](int l) { d[l] = (u32)b[l] >= n ? 0 : (a[l] << b[l]) & k; });
+  each_lane(m, [&](int l) { d[l] = (u32)b[l] >= n ? 0 : (a[l] << b[l]) & k; });
 }
 
 HANDLER(l_shr) {
@@ -148,7 +148,7 @@ HANDLER(l_shr) {
   u32 n = bits_of(in.t);
   by_int(in.t, [&](auto z) {
     using Ty = decltype(z);
-    lanes(m, [&](int l) {
+    each_lane(m, [&](int l) {
       u32 s = (u32)b[l];
       if (s >= n)
         d[l] = std::is_signed_v<Ty> ? zext<Ty>((Ty)((Ty)a[l] < 0 ? -1 : 0)) : 0;
@@ -161,7 +161,7 @@ HANDLER(l_shr) {
 HANDLER(l_prmt) {
   const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = x.rd(w, in, 3, m);
   u64* d = x.wr(w, in, 0, m);
-  lanes(m, [&](int l) {
+  each_lane(m, [&](int l) {
     u64 v = (b[l] << 32) | (u32)a[l];
     u32 r = 0;
     for (int i = 0; i < 32; i += 8) {
@@ -176,7 +176,7 @@ HANDLER(l_bfe) {
   const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = x.rd(w, in, 3, m);
   u64* d = x.wr(w, in, 0, m);
   u32 n = bits_of(in.t);
-  lanes(m, [&](int l) {
+  each_lane(m, [&](int l) {
     u32 pos = b[l] & 0xff, len = c[l] & 0xff, have = pos < n ? std::min(len, n - pos) : 0;
     u64 keep = have < 64 ? (1ull << have) - 1 : ~0ull, r = have ? a[l] >> pos & keep : 0;
     if (is_signed(in.t) && len && a[l] >> std::min(pos + len - 1, n - 1) & 1) r |= ~keep;

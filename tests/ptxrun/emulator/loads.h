@@ -11,6 +11,16 @@ static u64 wavefronts(u32 m, const u64* off, u32 size) {
   u32 group = size <= 4 ? 32 : size == 8 ? 16 : 8;
   u64 total = 0;
   for (u32 g = 0; g < 32; g += group) {
+    u32 banks = 0, conflict = 0;
+    for (u32 l = g; l < g + group; l++) {
+      u32 own = m >> l & 1 ? std::rotl((1u << (size + 3) / 4) - 1, off[l] / 4 & 31) : 0;
+      conflict |= banks & own;
+      banks |= own;
+    }
+    if (!conflict) {
+      total += banks != 0;
+      continue;
+    }
     u32 words[32][8];
     u8 n[32] = {};
     u32 most = 0;
@@ -32,13 +42,14 @@ static u64 wavefronts(u32 m, const u64* off, u32 size) {
 }
 
 static u64 sectors(u32 m, const u64* a, u32 size) {
-  u64 s[128];
+  u64 s[128], last = 0;
   int n = 0;
   lanes(m, [&](int l) {
     for (u64 k = a[l] / 32; k <= (a[l] + size - 1) / 32 && n < 128; k++) {
       bool seen = false;
-      for (int i = n; i-- && !seen;) seen = s[i] == k;
+      for (int i = k > last ? 0 : n; i-- && !seen;) seen = s[i] == k;
       if (!seen) s[n++] = k;
+      last = std::max(last, k);
     }
   });
   return n;
@@ -57,31 +68,30 @@ HANDLER(mem_ld) {
   const Op& d = in.o[0];
   int n = d.k == VEC ? (int)d.v.size() : 1;
   u32 each = bits_of(in.t) / 8, size = each * n;
-  u64 r[8][32];
+  const u8* p[32];
   lanes(m, [&](int l) {
-    const u8* p;
     if (in.space == PARAM) {
       if (a[l] + size > (u64)x.kernel.param_bytes) x.fault(w, in, "reads beyond the parameters");
-      p = x.params + a[l];
+      p[l] = x.params + a[l];
     } else if (in.space == SHARED) {
       u32 off = x.shared(w, in, a[l], size, l, "read");
       x.shared_read(w, in, off, size, l);
-      p = &x.cta.smem[off];
+      p[l] = &x.cta.smem[off];
     } else
-      p = x.global(w, in, l, a[l], size, false);
-    for (int i = 0; i < n; i++) {
-      u64 v = 0;
-      memcpy(&v, p + i * each, each);
-      if (is_signed(in.t)) v = (u64)((i64)(v << (64 - 8 * each)) >> (64 - 8 * each));
-      r[i][l] = v;
-    }
+      p[l] = x.global(w, in, l, a[l], size, false);
   });
   if (in.space != PARAM) tally(x, in, m, a, size);
   for (int i = 0; i < n; i++) {
     const Op& e = d.k == VEC ? d.v[i] : d;
     u64* t = x.wr(w, in, e, m);
     u64 keep = e.width ? ~0ull >> (64 - e.width) : ~0ull;
-    lanes(m, [&](int l) { t[l] = r[i][l] & keep; });
+    int up = is_signed(in.t) ? 64 - 8 * each : 0;
+    by_size(each, [&](auto z) {
+      lanes(m, [&](int l) {
+        memcpy(&z, p[l] + i * sizeof z, sizeof z);
+        t[l] = (u64)((i64)((u64)z << up) >> up) & keep;
+      });
+    });
   }
 }
 
@@ -91,18 +101,20 @@ HANDLER(mem_st) {
   const Op& d = in.o[1];
   int n = d.k == VEC ? (int)d.v.size() : 1;
   u32 each = bits_of(in.t) / 8, size = each * n;
-  u64 v[8][32];
-  for (int i = 0; i < n; i++) memcpy(v[i], x.rd(w, in, d.k == VEC ? d.v[i] : d, m), sizeof v[i]);
+  u8 data[32][64];
+  for (int i = 0; i < n; i++) {
+    const u64* v = x.rd(w, in, d.k == VEC ? d.v[i] : d, m);
+    by_size(each, [&](auto z) { lanes(m, [&](int l) { memcpy(data[l] + i * sizeof z, &v[l], sizeof z); }); });
+  }
   lanes(m, [&](int l) {
-    u8 data[64], *p;
-    for (int i = 0; i < n; i++) memcpy(data + i * each, &v[i][l], each);
+    u8* p;
     if (in.space == SHARED) {
       u32 off = x.shared(w, in, a[l], size, l, "write");
-      x.shared_write(w, in, off, size, l, data);
+      x.shared_write(w, in, off, size, l, data[l]);
       p = &x.cta.smem[off];
     } else
       p = x.global(w, in, l, a[l], size, true);
-    memcpy(p, data, size);
+    by_size(size, [&](auto z) { memcpy(p, data[l], sizeof z); });
   });
   tally(x, in, m, a, size);
 }

@@ -9,6 +9,29 @@ namespace ptxrun {
 
 #define HANDLER(name) static void name(Machine& x, Warp& w, const Inst& in, u32 m)
 
+// Of a function that touches nothing but its lane of registers, so that lanes are vectorised.
+template <class F>
+inline void each_lane(u32 m, F f) {
+  if (m == ~0u) {
+#pragma GCC ivdep
+    for (int l = 0; l < 32; l++) f(l);
+  } else
+    for (; m; m &= m - 1) f(std::countr_zero(m));
+}
+
+// Calls f with an integer of as many bytes, so that loops over them are compiled for this size.
+template <class F>
+inline void by_size(u32 bytes, F f) {
+  switch (bytes) {
+    case 1: return f(u8{});
+    case 2: return f(u16{});
+    case 4: return f(u32{});
+    case 8: return f(u64{});
+    case 16: return f((unsigned __int128)0);
+    default: throw Fault(fmt("an access of %u bytes", bytes));
+  }
+}
+
 template <class F>
 inline void lanes(u32 m, F f) {
   if (m == ~0u)
@@ -47,7 +70,12 @@ struct Machine {
   // registers.h
   [[noreturn]] void bad_read(Warp& w, const Inst& in, const Op& o, u32 mask);
   const u64* special(Warp& w, int r);
-  const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask);
+  const u64* rd_other(Warp& w, const Inst& in, const Op& o, u32 mask);
+
+  const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask) {
+    bool plain = o.k == REG && !o.neg && !(mask & ~w.def[o.r]);
+    return plain ? &w.reg[(size_t)o.r * 32] : rd_other(w, in, o, mask);
+  }
 
   const u64* rd(Warp& w, const Inst& in, int i, u32 mask) { return rd(w, in, in.o[i], mask); }
 
@@ -71,14 +99,16 @@ struct Machine {
   bool before(const Clock& vc, u32 clock, u32 agent) const { return clock <= vc[agent]; }
 
   void race(Warp& w, const Inst& in, u32 off, const char* mine, const char* theirs, u32 line, u32 agent_, int lane);
+  template <class Z>
+  void written(Warp& w, const Inst& in, u32 off, Z z, int lane);
   void shared_read(Warp& w, const Inst& in, u32 off, u32 size, int lane);
   // Layouts of Triton may have several warps write the same value to one place: not reported.
   bool same_value(u32 b, u32 off, u32 size, const u8* data) const;
   // Agent `as` writes on behalf of `w`, whose clock orders the write.
   void mark_write(Warp& w, const Inst& in, u32 off, u32 size, int lane, u32 as, u32 clock, const u8* data = nullptr);
   void shared_write(Warp& w, const Inst& in, u32 off, u32 size, int lane, const u8* data = nullptr);
-  // A read by wgmma. Writes have to be ordered before it by `vc` and by `pvc`.
-  void async_read(Warp& w, const Inst& in, u32 off, u32 size, u32 clock, const Clock& vc, const Clock& pvc);
+  // A read of 16 bytes by wgmma. Writes have to be ordered before it by `vc` and by `pvc`.
+  void async_read(Warp& w, const Inst& in, u32 off, u32 clock, const Clock& vc, const Clock& pvc);
   // Agents that acquire `vc` and `pvc` later are ordered after the work of `w` before the release.
   void release(Warp& w, Clock& vc, Clock& pvc);
   void acquire(Warp& w, const Clock& vc, const Clock& pvc);

@@ -5,13 +5,13 @@
 
 namespace ptxrun {
 
-// Sum of products and an addend. Option mma 0: in double, then rounded to float32. 1: as publications say Hopper does
-// it: addends are cut to 25 bits below the largest exponent, the sum is cut to float32.
-static float dot(Machine& x, const double* a, const double* b, int k, double c) {
-  double p[65], sum = c;
+// Sum of products and an addend. Option mma 0: in double, then rounded to float32. 1, which this is: as publications say
+// Hopper does it: addends are cut to 25 bits below the largest exponent, the sum is cut to float32.
+static float dot(const double* a, const double* b, int k, double c) {
+  double p[17], sum = c;
   int top = -1000;
   for (int i = 0; i < k; i++) sum += p[i] = a[i] * b[i];
-  if (!x.c.mma || !std::isfinite(sum)) return (float)sum;
+  if (!std::isfinite(sum)) return (float)sum;
   p[k] = c;
   for (int i = 0; i <= k; i++)
     if (p[i] != 0) top = std::max(top, std::ilogb(p[i]));
@@ -23,40 +23,73 @@ static float dot(Machine& x, const double* a, const double* b, int k, double c) 
 
 static const Op& part_of(const Op& o, int i) { return o.k == VEC ? o.v[i] : o; }
 
-// The 16 rows of A that a warp has in four registers of pairs.
-static void pairs_of_a(const u64* v, int i, T t, double (*out)[64]) {
-  for (int l = 0; l < 32; l++)
-    for (int h = 0; h < 2; h++)
-      out[(l >> 2) + 8 * (i & 1)][2 * (l & 3) + (i >> 1) * 8 + h] = decode(v[l] >> (16 * h) & 0xffff, t);
+// Operands of a product as its lanes take them. Lane l of a register of D has row l / 4, of the upper 8 if the
+// register's bit 1 is set, and column 2 * (l % 4) + bit 0 of 8 columns for each four registers.
+alignas(64) static double A[2][16][32];   // by half of the rows, k, lane
+alignas(64) static double B[64][16][8];  // by eight columns, bit 0; k; lane, twice
+typedef double Octet __attribute__((vector_size(64), may_alias));
+
+static void put_a(int row, int k, double v) {
+  for (int l = 0; l < 4; l++) A[row >> 3][k][4 * (row & 7) + l] = v;
 }
 
-static void single_of_a(const u64* v, int i, double (*out)[64]) {
-  for (int l = 0; l < 32; l++) out[(l >> 2) + 8 * (i & 1)][(l & 3) + 4 * (i >> 1)] = decode(v[l], TF32);
+static void put_b(int column, int k, double v) {
+  double* lanes = B[column >> 3 << 1 | (column & 1)][k] + (column >> 1 & 3);
+  lanes[0] = lanes[4] = v;
+}
+
+// The 16 rows of A that a warp has in four registers, of pairs unless they are of tf32.
+static void rows_of_a(const u64* v, int i, T t) {
+  for (int l = 0; l < 32; l++)
+    if (t == TF32)
+      put_a((l >> 2) + 8 * (i & 1), (l & 3) + 4 * (i >> 1), decode(v[l], t));
+    else
+      for (int h = 0; h < 2; h++)
+        put_a((l >> 2) + 8 * (i & 1), 2 * (l & 3) + (i >> 1) * 8 + h, decode(v[l] >> (16 * h), t));
+}
+
+// Of D's registers i and i + 2, where bit 1 of i is 0; from `c` (null: zeros) to `d`.
+static void product(Machine& x, int depth, int i, const u64* const* c, u64* const* d) {
+  alignas(64) double s[2][32];
+  auto& b = B[i >> 2 << 1 | (i & 1)];
+  for (int h = 0; h < 2; h++)
+    for (int l = 0; l < 32; l++) s[h][l] = c ? as_f32(c[h][l]) : 0.0;
+  if (x.c.mma) {
+    for (int l = 0; l < 64; l++) {
+      double p[16], q[16];
+      for (int k = 0; k < depth; k++) p[k] = A[l >> 5][k][l & 31], q[k] = b[k][l & 3];
+      s[l >> 5][l & 31] = dot(p, q, depth, s[l >> 5][l & 31]);
+    }
+  } else {
+    Octet sum[8];
+    memcpy(sum, s, sizeof s);
+    for (int k = 0; k < depth; k++)
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) sum[j] += *(Octet*)&A[j >> 2][k][8 * (j & 3)] * *(Octet*)b[k];
+    memcpy(s, sum, sizeof s);
+  }
+  for (int h = 0; h < 2; h++)
+    for (int l = 0; l < 32; l++) d[h][l] = f32_bits((float)s[h][l]);
 }
 
 HANDLER(mma_sync) {  // m16n8k16, in.t the operands' type, float32 results
   if (m != ~0u) x.fault(w, in, "mma.sync needs all lanes");
-  static double A[16][64], B[8][64];
-  int depth = in.t == TF32 ? 8 : 16;
-  if (in.t == TF32) {
-    for (int i = 0; i < 4; i++) single_of_a(x.rd(w, in, in.o[1].v[i], m), i, A);
-    for (int i = 0; i < 2; i++) {
-      const u64* v = x.rd(w, in, in.o[2].v[i], m);
-      for (int l = 0; l < 32; l++) B[l >> 2][(l & 3) + 4 * i] = decode(v[l], TF32);
-    }
-  } else {
-  for (int i = 0; i < 4; i++) pairs_of_a(x.rd(w, in, in.o[1].v[i], m), i, in.t, A);
+  for (int i = 0; i < 4; i++) rows_of_a(x.rd(w, in, in.o[1].v[i], m), i, in.t);
   for (int i = 0; i < 2; i++) {
     const u64* v = x.rd(w, in, in.o[2].v[i], m);
     for (int l = 0; l < 32; l++)
-      for (int h = 0; h < 2; h++) B[l >> 2][2 * (l & 3) + i * 8 + h] = decode(v[l] >> (16 * h) & 0xffff, in.t);
-  }
+      if (in.t == TF32)
+        put_b(l >> 2, (l & 3) + 4 * i, decode(v[l], TF32));
+      else
+        for (int h = 0; h < 2; h++) put_b(l >> 2, 2 * (l & 3) + i * 8 + h, decode(v[l] >> (16 * h), in.t));
   }
   u64 r[4][32];
-  for (int i = 0; i < 4; i++) {
-    const u64* v = x.rd(w, in, in.o[3].v[i], m);
-    for (int l = 0; l < 32; l++)
-      r[i][l] = f32_bits(dot(x, A[(l >> 2) + 8 * (i >> 1)], B[2 * (l & 3) + (i & 1)], depth, as_f32(v[l])));
+  const u64* c[4];
+  for (int i = 0; i < 4; i++) c[i] = x.rd(w, in, in.o[3].v[i], m);
+  for (int i = 0; i < 2; i++) {
+    const u64* from[] = {c[i], c[i + 2]};
+    u64* to[] = {r[i], r[i + 2]};
+    product(x, in.t == TF32 ? 8 : 16, i, from, to);
   }
   for (int i = 0; i < 4; i++) memcpy(x.wr(w, in, in.o[0].v[i], m), r[i], sizeof r[i]);
   x.stats.units[in.uid] += 2 * 16 * 8 * 16;
@@ -84,9 +117,9 @@ static u32 swizzled(u32 a, const Descriptor& d) {
   }
 }
 
-// Rows [first, first + count) of an operand, [row][k].
-static void fetch_operand(Machine& x, Warp& w, const WgOp& g, u64 raw, bool mn_major, int first, int count,
-                          double (*out)[64]) {
+// Rows [first, first + count) of an operand: put(row, k, value).
+template <class F>
+static void fetch_operand(Machine& x, Warp& w, const WgOp& g, u64 raw, bool mn_major, int first, int count, F put) {
   const Inst& in = *g.in;
   Descriptor d = descriptor(raw);
   static const u32 pitches[] = {16, 128, 64, 32};
@@ -96,27 +129,19 @@ static void fetch_operand(Machine& x, Warp& w, const WgOp& g, u64 raw, bool mn_m
             "a descriptor with a base offset and a swizzle of 32 or 64 bytes");  // without swizzle it has no meaning
   auto granule = [&](u32 a, auto put) {
     u32 off = x.shared(w, in, swizzled(a, d) & 0x3ffff, 16, -1, "wgmma operand");
-    x.async_read(w, in, off, 16, g.clock, g.vc, g.pvc);
-    if (in.t == TF32) {
-      for (int e = 0; e < 4; e++) {
-        u32 v;
-        memcpy(&v, &x.cta.smem[off + 4 * e], 4);
-        put(e, decode(v, TF32));
-      }
-      return;
-    }
-    for (int e = 0; e < 8; e++) {
-      u16 v;
-      memcpy(&v, &x.cta.smem[off + 2 * e], 2);
-      put(e, decode(v, in.t));
-    }
+    x.async_read(w, in, off, g.clock, g.vc, g.pvc);
+    by_float(in.t, [&](auto t) {
+      std::conditional_t<t == TF32, u32, u16> v[16 / (t == TF32 ? 4 : 2)];
+      memcpy(v, &x.cta.smem[off], 16);
+      for (u32 e = 0; e < sizeof v / sizeof *v; e++) put(e, decode(v[e], t));
+    });
   };
   if (!mn_major) {
     for (int r = 0; r < count; r++)
       for (int j = 0; j < 2; j++) {
         int i = first + r;
         granule(d.start + (i % 8) * pitch + (i / 8) * d.stride + (d.swizzle ? j * 16 : j * d.lead),
-                [&](int e, double v) { out[r][j * (in.t == TF32 ? 4 : 8) + e] = v; });
+                [&](int e, double v) { put(r, j * (in.t == TF32 ? 4 : 8) + e, v); });
       }
   } else {
     if (in.t == TF32) x.fault(w, in, "a transposed operand of tf32");
@@ -127,7 +152,7 @@ static void fetch_operand(Machine& x, Warp& w, const WgOp& g, u64 raw, bool mn_m
         granule(d.start + (k % 8) * pitch +
                     (d.swizzle ? (c % chunks) * 16 + (c / chunks) * d.lead + (k / 8) * d.stride
                                : c * d.stride + (k / 8) * d.lead),
-                [&](int e, double v) { out[r + e][k] = v; });
+                [&](int e, double v) { put(r + e, k, v); });
       }
   }
 }
@@ -136,35 +161,26 @@ void Machine::compute_wgmma(Warp& w, WgOp& g) {
   if (g.done) return;
   g.done = true;
   const Inst& in = *g.in;
-  static double A[16][64], B[256][64];
   bool regs = in.o[1].k == VEC, tf = in.t == TF32;
   bool ta = !tf && !regs && in.o[6].off, tb = !tf && in.o[regs ? 6 : 7].off;
   if (in.o[4].off != 1 || in.o[5].off != 1) fault(w, in, "a wgmma with a factor other than 1");
   if (regs)
-    for (int i = 0; i < 4; i++) {
-      const u64* v = &w.reg[(size_t)in.o[1].v[i].r * 32];
-      tf ? single_of_a(v, i, A) : pairs_of_a(v, i, in.t, A);
-    }
+    for (int i = 0; i < 4; i++) rows_of_a(&w.reg[(size_t)in.o[1].v[i].r * 32], i, in.t);
   else
-    fetch_operand(*this, w, g, g.a, ta, 16 * (w.id % 4), 16, A);
-  fetch_operand(*this, w, g, g.b, tb, 0, in.a, B);
-  for (int i = 0; i < in.a / 2; i++) {
-    u64* d = &w.reg[(size_t)part_of(in.o[0], i).r * 32];
-    for (int l = 0; l < 32; l++) {
-      int r = (l >> 2) + 8 * (i >> 1 & 1), c = 8 * (i >> 2) + 2 * (l & 3) + (i & 1);
-      d[l] = f32_bits(dot(*this, A[r], B[c], tf ? 8 : 16, g.scale_d ? (double)as_f32(d[l]) : 0.0));
-    }
+    fetch_operand(*this, w, g, g.a, ta, 16 * (w.id % 4), 16, put_a);
+  fetch_operand(*this, w, g, g.b, tb, 0, in.a, put_b);
+  for (int i = 0; i < in.a / 2; i += i & 1 ? 3 : 1) {
+    u64* d[] = {&w.reg[(size_t)part_of(in.o[0], i).r * 32], &w.reg[(size_t)part_of(in.o[0], i + 2).r * 32]};
+    product(*this, tf ? 8 : 16, i, g.scale_d ? d : nullptr, d);
   }
 }
 
-static void mark_flight(Warp& w) {
-  std::fill(w.infl.begin(), w.infl.end(), 0);
+// Marks the registers of a wgmma in flight, or that it no longer is.
+static void mark_flight(Warp& w, const WgOp& g, bool on) {
+  for (auto& o : g.in->o[0].v) w.infl[o.r] = on, w.def[o.r] = on ? 0 : ~0u;
+  if (g.in->o[1].k == VEC)
+    for (auto& o : g.in->o[1].v) w.infl[o.r] = on ? w.infl[o.r] | 2 : 0;
   w.n_infl = (int)w.wg.size();
-  for (auto& g : w.wg) {
-    for (auto& o : g.in->o[0].v) w.infl[o.r] |= 1, w.def[o.r] = 0;
-    if (g.in->o[1].k == VEC)
-      for (auto& o : g.in->o[1].v) w.infl[o.r] |= 2;
-  }
 }
 
 HANDLER(wg_mma) {
@@ -189,9 +205,9 @@ HANDLER(wg_mma) {
   if (!w.fenced) x.report("wgmma", w, in, "wgmma without wgmma.fence before", 0);
   bool late = x.c.timing && x.rng() & 1;
   for (auto& o : w.wg) late |= !o.done;
-  w.wg.push_back(g);
+  w.wg.push_back(std::move(g));
   if (!late) x.compute_wgmma(w, w.wg.back());
-  mark_flight(w);
+  mark_flight(w, w.wg.back(), true);
   x.stats.units[in.uid] += 2ull * 16 * in.a * 16;
 }
 
@@ -203,10 +219,11 @@ HANDLER(wg_wait) {
   while (!w.wg.empty() && w.wg.front().group + in.o[0].off + 1 <= w.wg_group) {
     x.compute_wgmma(w, w.wg.front());
     w.vc[x.agent(WGMMA, w)] = w.wg.front().clock;
-    for (auto& o : w.wg.front().in->o[0].v) w.def[o.r] = ~0u;
+    mark_flight(w, w.wg.front(), false);
     w.wg.pop_front();
   }
-  mark_flight(w);
+  w.n_infl = (int)w.wg.size();
+  for (auto& g : w.wg) mark_flight(w, g, true);
 }
 
 }  // namespace ptxrun

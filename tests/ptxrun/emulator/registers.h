@@ -27,7 +27,7 @@ inline const u64* Machine::special(Warp& w, int r) {
   return t;
 }
 
-inline const u64* Machine::rd(Warp& w, const Inst& in, const Op& o, u32 mask) {
+inline const u64* Machine::rd_other(Warp& w, const Inst& in, const Op& o, u32 mask) {
   switch (o.k) {
     case REG:
       if (mask & ~w.def[o.r]) [[unlikely]]

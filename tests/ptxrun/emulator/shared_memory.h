@@ -25,23 +25,31 @@ inline void Machine::race(Warp& w, const Inst& in, u32 off, const char* mine, co
          line, lane);
 }
 
+// Whether all bytes were written; their marks are 1 each.
+template <class Z>
+void Machine::written(Warp& w, const Inst& in, u32 off, Z z, int lane) {
+  memcpy(&z, &cta.init[off], sizeof z);
+  if (!c.uninit_shared || z == Z(~Z(0)) / 255) return;
+  for (u32 i = 0; i < sizeof z; i++)
+    if (!cta.init[off + i]) fault(w, in, fmt("reads shared 0x%x, which was never written", off + i), lane);
+}
+
+// Of the 4-byte word of an access, which bytes it touches.
+inline u8 mask_of(u32 off, u32 size) { return size < 4 ? ((1 << size) - 1) << (off & 3) : 15; }
+
 inline void Machine::shared_read(Warp& w, const Inst& in, u32 off, u32 size, int lane) {
-  if (c.uninit_shared)
-    for (u32 i = 0; i < size; i++)
-      if (!cta.init[off + i]) [[unlikely]]
-        fault(w, in, fmt("reads shared 0x%x, which was never written", off + i), lane);
-  if (!c.races) return;
-  u32 me = w.id, clock = w.vc[me];
-  for (u32 b = off & ~3u; b < off + size; b += 4) {
-    auto& e = cta.we[b / 4];
-    if (e.clock && e.agent != me && !before(w.vc, e.clock, e.agent)) [[unlikely]] {
-      u8 mask = 0;
-      for (u32 i = 0; i < 4; i++)
-        if (b + i >= off && b + i < off + size) mask |= 1 << i;
-      if (mask & e.mask) race(w, in, b, "reads", "write", e.line, e.agent, lane);
+  by_size(size, [&](auto z) {
+    constexpr u32 n = sizeof z;
+    written(w, in, off, z, lane);
+    if (!c.races) return;
+    u32 me = w.id, clock = w.vc[me];
+    for (u32 b = off & ~3u; b < (off & ~3u) + n; b += 4) {
+      auto& e = cta.we[b / 4];
+      if (!before(w.vc, e.clock, e.agent) && e.agent != me && (mask_of(off, n) & e.mask)) [[unlikely]]
+        race(w, in, b, "reads", "write", e.line, e.agent, lane);
+      cta.reader(me, b) = {clock, in.line};
     }
-    cta.re[(size_t)(b / 4) * warps + me] = {clock, in.line};
-  }
+  });
 }
 
 // Layouts of Triton may have several warps write the same value to one place: not reported.
@@ -54,65 +62,64 @@ inline bool Machine::same_value(u32 b, u32 off, u32 size, const u8* data) const 
 
 inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int lane, u32 as, u32 clock,
                                 const u8* data) {
-  memset(&cta.init[off], 1, size);
   if (!cta.mbars.empty()) {
     auto k = cta.mbars.lower_bound(off & ~7u);
     if (k != cta.mbars.end() && k->first < off + size)
       fault(w, in, fmt("writes over the mbarrier at shared 0x%x", k->first), lane);
   }
-  if (!c.races) return;
-  for (u32 b = off & ~3u; b < off + size; b += 4) {
-    u8 mask = 0;
-    for (u32 i = 0; i < 4; i++)
-      if (b + i >= off && b + i < off + size) mask |= 1 << i;
-    auto& e = cta.we[b / 4];
-    bool mine = e.agent == as || e.agent == (u32)w.id;
-    if (e.clock && !mine && (mask & e.mask) && !before(w.vc, e.clock, e.agent) && !same_value(b, off, size, data))
-      race(w, in, b, "writes", "write", e.line, e.agent, lane);
-    ReadEpoch* r = &cta.re[(size_t)(b / 4) * warps];
+  by_size(size, [&](auto z) {
+    constexpr u32 n = sizeof z;
+    memset(&cta.init[off], 1, n);
+    if (!c.races) return;
+    u8 mask = mask_of(off, n);
+    u32 first = off & ~3u;
+    bool raced = false;  // with a reader
     for (int g = 0; g < warps; g++)
-      if (r[g].clock > w.vc[g] && g != w.id) {
-        race(w, in, b, "writes", "read", r[g].line, g, lane);
-        r[g].clock = 0;
-      }
-    if (e.clock && mine && e.clock == clock && e.agent == as)
-      e.mask |= mask;
-    else
-      e = {clock, (u16)as, mask, in.line};
-    e.line = in.line;
-  }
-  for (u32 g = off / 16; g <= (off + size - 1) / 16; g++) {
-    ReadEpoch* r = &cta.are[(size_t)g * warps];
+      for (u32 b = first; b < first + n; b += 4) raced |= cta.reader(g, b).clock > w.vc[g];
+    for (u32 b = first; b < first + n; b += 4) {
+      auto& e = cta.we[b / 4];
+      bool mine = e.agent == as || e.agent == (u32)w.id;
+      if (!mine && !before(w.vc, e.clock, e.agent) && (mask & e.mask) && !same_value(b, off, size, data))
+        race(w, in, b, "writes", "write", e.line, e.agent, lane);
+      for (int g = 0; g < warps && raced; g++)
+        if (auto& r = cta.reader(g, b); r.clock > w.vc[g] && g != w.id) {
+          race(w, in, b, "writes", "read", r.line, g, lane);
+          r.clock = 0;
+        }
+      if (e.clock && mine && e.clock == clock && e.agent == as)
+        e.mask |= mask;
+      else
+        e = {clock, (u16)as, mask, in.line};
+      e.line = in.line;
+    }
+    ReadEpoch* r = &cta.are[(size_t)(off / 16) * warps];
     for (int a = 0; a < warps; a++)
-      if (r[a].clock > w.vc[WGMMA * warps + a]) {
-        race(w, in, g * 16, "writes", "read", r[a].line, WGMMA * warps + a, lane);
+      if (r[a].clock > w.vc[WGMMA * warps + a]) [[unlikely]] {
+        race(w, in, off & ~15u, "writes", "read", r[a].line, WGMMA * warps + a, lane);
         r[a].clock = 0;
       }
-  }
+  });
 }
 
 inline void Machine::shared_write(Warp& w, const Inst& in, u32 off, u32 size, int lane, const u8* data) {
   mark_write(w, in, off, size, lane, w.id, w.vc[w.id], data);
 }
 
-inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 size, u32 clock, const Clock& vc,
+inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 clock, const Clock& vc,
                                 const Clock& pvc) {
-  if (c.uninit_shared)
-    for (u32 i = 0; i < size; i++)
-      if (!cta.init[off + i]) fault(w, in, fmt("reads shared 0x%x, which was never written", off + i));
+  written(w, in, off, (unsigned __int128)0, -1);
   if (!c.races) return;
-  for (u32 b = off & ~3u; b < off + size; b += 4) {
+  for (u32 b = off; b < off + 16; b += 4) {
     auto& e = cta.we[b / 4];
-    if (!e.clock) continue;
-    if (!before(vc, e.clock, e.agent))
+    if (!before(vc, e.clock, e.agent)) [[unlikely]]
       race(w, in, b, "reads", "write", e.line, e.agent, -1);
-    else if (!before(pvc, e.clock, e.agent))
+    else if (!before(pvc, e.clock, e.agent)) [[unlikely]]
       report("proxy", w, in,
              fmt("the asynchronous proxy reads shared 0x%x, written by warp %d without fence.proxy.async since", b,
                  e.agent % warps),
              e.line);
   }
-  for (u32 g = off / 16; g <= (off + size - 1) / 16; g++) cta.are[(size_t)g * warps + w.id] = {clock, in.line};
+  cta.are[(size_t)(off / 16) * warps + w.id] = {clock, in.line};
 }
 
 inline void Machine::release(Warp& w, Clock& vc, Clock& pvc) {

@@ -139,12 +139,14 @@ struct Cta {
   u64 linear = 0;
   vector<u8> smem, init;  // shared memory, and which of its bytes were written
   vector<WriteEpoch> we;  // by 4-byte word
-  vector<ReadEpoch> re;   // by word and warp
+  vector<ReadEpoch> re;   // by warp and word
   vector<ReadEpoch> are;  // by 16 bytes and warp whose wgmma read them
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
   int live = 0;  // warps that have not ended
   vector<Warp> warps;
+
+  ReadEpoch& reader(u32 warp, u32 off) { return re[warp * we.size() + off / 4]; }
 };
 
 struct Report {

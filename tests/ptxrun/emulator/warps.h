@@ -13,8 +13,7 @@ void Machine::wake_barrier(int id) {
   if (b.arrived > need)
     throw Fault(fmt("barrier %d: %d threads arrived, %d expected (PTX line %u, kernel %s)", id, b.arrived, need, b.line,
                     kernel.name.c_str()));
-  Barrier done = b;
-  b = Barrier();
+  Barrier done = std::exchange(b, {});
   for (int g : done.waiting) {
     Warp& w = cta.warps[g];
     acquire(w, done.vc, done.pvc);
