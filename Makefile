@@ -47,11 +47,9 @@ test: $(STAMP)
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -q tests/ptxrun $(if $(filter true,$(CI)),,-m quick); fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# All GPU tests that the emulated CUDA device can run, without the servers of tests/gpu/test_server_gpu.py, which
-# take minutes each; make test runs those marked quick.
+# All GPU tests that the emulated CUDA device can run; make test runs those marked quick.
 test-emulated: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/emulated_cuda tests/gpu --emulated --durations 10 \
-	  --ignore tests/gpu/test_server_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/emulated_cuda tests/gpu --emulated --durations 10
 
 # Tests of stores, transfers and routers, which `make test` leaves out: ten to fifteen minutes on two cores.
 test-cluster: $(STAMP)

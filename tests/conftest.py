@@ -86,6 +86,10 @@ NOT_EMULATED = {
 #: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
 #: and start first.
 TOGETHER = ("tests/engine", "tests/gpu")
+#: On the emulated device, one worker runs all servers of a model, and another worker those of the next.
+SHAPES = ("deepseek_v3", "kimi_k2", "glm5", "kimi_linear", "lightning")
+#: Engines of two and of four ranks, one after another: a rank takes 4 GB, and the machine has 24.
+RANKS = ("test_sparse_dcp.py", "test_sparse_mtp.py", "test_dense_dcp.py")
 
 
 def pytest_addoption(parser):
@@ -123,7 +127,11 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
+            file, _, test = nodeid.partition("::")
+            if EMULATED and file.endswith("test_server_gpu.py"):
+                return next((shape for shape in SHAPES if f"[{shape}-" in f"{test}-".replace("]", "-")), file)
+            if file.endswith(RANKS):
+                return "ranks"
             return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
 
     config.option.loadscopereorder = False

@@ -31,6 +31,7 @@ ENGINES = {
     "two": (RANKS | TIER, [*COMPUTED, DEVICE, HOST, WITHOUT]),
     "two, one step": (RANKS | ONE_STEP, [*COMPUTED, DEVICE]),
     "two, GLM": (RANKS, COMPUTED),
+    "one, EAGLE3": ({"speculative_algorithm": "EAGLE3"}, COMPUTED),
     "two, EAGLE3": (RANKS | {"speculative_algorithm": "EAGLE3"}, [*COMPUTED, WITHOUT]),
 }
 HITS = {"device hit": "device", "host hit": "host"}
@@ -76,7 +77,9 @@ def answers(run, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", ["two", "two, one step"])
+@pytest.mark.parametrize(
+    "name", ["two", pytest.param("two, one step", marks=pytest.mark.quick), "two, EAGLE3"]
+)
 def test_tokens_and_accepted_drafts_are_those_of_one_rank(answers, name):
     found, alone = answers(name), answers(name.replace("two", "one"))["computed"]
     steps = 1 if "step" in name else 3

@@ -65,6 +65,7 @@ BY_US = {"attention_backend": "kvpool_mla"}
 K_SCALES = (0.0127, 0.0413, 0.0231)
 #: Of the long prompts of test_sparse_mtp.py.
 SPARSE_OPTIONS = {"context_length": 8192, "max_total_tokens": 12288, "chunked_prefill_size": 256}
+RANKS = {"tp_size": 2, "dcp_size": 2, "max_total_tokens": 512}
 MODELS = {
     "v3-fp4": Model("deepseek_v3", "fp4"),
     "v3-bf16": Model("deepseek_v3", "bf16", BY_US),
@@ -72,10 +73,9 @@ MODELS = {
     "v3-fp8_block_scale": Model("deepseek_v3", "fp8_block_scale"),
     # A selection from fewer tokens, so that prompts can be short.
     "v32-fp4": Model("deepseek_v32", "fp4", {}, {"index_topk": 256}),
-    "v32-fp4-ranks": Model(
-        "deepseek_v32", "fp4", {"tp_size": 2, "dcp_size": 2, "max_total_tokens": 512}, {"index_topk": 256}
-    ),
+    "v32-fp4-ranks": Model("deepseek_v32", "fp4", RANKS, {"index_topk": 256}),
     "glm5-fp4": Model("glm5", "fp4", {}, {"index_topk": 256}),
+    "glm5-fp8_block_scale-ranks": Model("glm5", "fp8_block_scale", RANKS, {"index_topk": 256}),
     "kimi-fp4": Model("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
 }
 QUICK = ("v3-fp4", "v32-fp4")
