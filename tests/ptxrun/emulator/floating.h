@@ -197,8 +197,10 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `
         r[l] = std::is_signed_v<D> ? (u64)(i64)i : zext<D>(i);
       });
     });
-  else if (is_float(st) && dt == F32 && !in.b && !in.c && !in.ftz)
-    by_float(st, [&](auto t) { each_lane(m, [&](int l) { r[l] = f32_bits((float)decode(a[l], t)); }); });
+  else if (is_float(st) && (st == F32 || dt == F32) && !in.b && !in.c && !in.ftz)
+    by_float(dt == F32 ? st : dt, [&](auto t) {
+      each_lane(m, [&](int l) { r[l] = dt == F32 ? f32_bits((float)decode(a[l], t)) : encode(as_f32(a[l]), t); });
+    });
   else if (is_float(st))
     lanes(m, [&](int l) {
       double v = whole(in.ftz ? flush(as_f32(a[l])) : decode(a[l], st), in.c);

@@ -19,16 +19,16 @@ enum Round : u8 { RN, RZ };
 // Rounds once; `x` is exact or was rounded to odd. e4m3 has no infinities, and what is too large becomes its largest.
 [[gnu::always_inline]] inline u32 encode_small(double x, int ebits, int mbits, Round rm, bool is_e4m3 = false) {
   const int bias = (1 << (ebits - 1)) - 1, top = (1 << ebits) - 1;
-  const u32 largest = is_e4m3 ? 0x7e : ((u32)(top - 1) << mbits) | ((1u << mbits) - 1);
-  const u32 infinity = is_e4m3 ? largest : (u32)top << mbits;
+  const u64 largest = is_e4m3 ? 0x7e : ((top - 1) << mbits) | ((1 << mbits) - 1);
+  const u64 infinity = is_e4m3 ? largest : top << mbits, nan = is_e4m3 ? 0x7f : (1 << (ebits + mbits)) - 1;
   const u64 bits = std::bit_cast<u64>(x), a = bits & ~0ull >> 1, inf = 0x7ffull << 52;
   const i64 ex = (i64)(a >> 52) - 1023, e = std::max<i64>(ex, 1 - bias);
-  // Subnormal doubles and zero get a hidden bit too, but all is shifted out.
-  const u64 m = (a & ((1ull << 52) - 1)) | 1ull << 52, s = std::min<i64>(52 - mbits + e - ex, 63);
-  const u64 code = (rm == RN ? m + (1ull << (s - 1)) - 1 + (m >> s & 1) : m) >> s;  // with the hidden bit
-  const u64 field = code + ((u64)(e + bias - 1) << mbits);
-  const u32 r = field <= largest ? (u32)field : rm == RZ && a != inf ? largest : infinity;
-  return a > inf ? (is_e4m3 ? 0x7f : (1u << (ebits + mbits)) - 1) : r | (u32)(bits >> 63) << (ebits + mbits);
+  // With the hidden bit, which is shifted out where there is none: of zero and subnormal doubles.
+  const u64 m = (a & ((1ull << 52) - 1)) | 1ull << 52, s = std::min<i64>(51 - mbits + e - ex, 62);
+  const u64 twice = m >> s, half = twice >> 1;
+  const u64 field = half + (twice & (half | (twice << s != m)) & (rm == RN)) + ((u64)(e + bias - 1) << mbits);
+  const u64 beyond = rm == RZ && a != inf ? largest : infinity, r = field <= largest ? field : beyond;
+  return (u32)(a > inf ? nan : r | bits >> 63 << (ebits + mbits));
 }
 
 inline double decode_small(u32 b, int ebits, int mbits, bool is_e4m3 = false) {
@@ -92,8 +92,9 @@ inline void by_float(T t, F f) {
 inline double add_odd(double a, double b) {
   double s = a + b, bb = s - a, err = (a - (s - bb)) + (b - bb);
   u64 bits = std::bit_cast<u64>(s);
-  bool moved = err != 0 && std::fabs(s) < INFINITY && !(bits & 1);
-  return std::bit_cast<double>(bits + (moved ? (err > 0) == (s > 0) ? 1 : -1 : 0));
+  // Away from zero if the error has the sum's sign.
+  u64 away = (std::bit_cast<u64>(err) ^ bits) >> 63 ^ 1, moved = (err != 0) & (std::fabs(s) < INFINITY) & ~bits;
+  return std::bit_cast<double>(bits + (moved & 1) * (2 * away - 1));
 }
 
 }  // namespace ptxrun

@@ -21,8 +21,8 @@ inline Region* Machine::region(u64 a, u32 size) {
   return nullptr;
 }
 
-inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write) {
-  if (a % size)
+[[gnu::always_inline]] inline u8* Machine::global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write) {
+  if (a & (size - 1))
     fault(w, in,
           fmt("misaligned global %s of %u bytes at 0x%llx", write ? "write" : "read", size, (unsigned long long)a),
           lane);

@@ -46,7 +46,7 @@ struct Machine {
   Config c;
   Rng rng;
   vector<Region>& regions;
-  Cta cta;
+  Cta& cta = kept();
   int warps = 0;
   u32 threads = 0, grid[3];
   u32 shared_limit = 0;
@@ -60,6 +60,12 @@ struct Machine {
 
   Machine(Module& mm, Func& k, Config cc, vector<Region>& r) : m(mm), kernel(k), c(cc), rng(cc.seed), regions(r) {}
 
+  // Its megabytes remain from launch to launch: the system needs longer to hand them out than most launches take.
+  static Cta& kept() {
+    static thread_local Cta cta;
+    return cta;
+  }
+
   // Where an instruction is, faults (which end a launch) and reports (which do not).
   string where(const Warp& w, const Inst& in, int lane = -1);
   [[noreturn]] void fault(const Warp& w, const Inst& in, const string& what, int lane = -1);
@@ -72,7 +78,7 @@ struct Machine {
   const u64* special(Warp& w, int r);
   const u64* rd_other(Warp& w, const Inst& in, const Op& o, u32 mask);
 
-  const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask) {
+  [[gnu::always_inline]] const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask) {
     bool plain = o.k == REG && !o.neg && !(mask & ~w.def[o.r]);
     return plain ? &w.reg[(size_t)o.r * 32] : rd_other(w, in, o, mask);
   }

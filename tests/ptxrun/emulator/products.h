@@ -29,14 +29,14 @@ alignas(64) static double A[2][16][32];   // by half of the rows, k, lane
 alignas(64) static double B[64][16][8];  // by eight columns, bit 0; k; lane, twice
 typedef double Octet __attribute__((vector_size(64), may_alias));
 
-static void put_a(int row, int k, double v) {
+constexpr auto put_a = [](int row, int k, double v) {
   for (int l = 0; l < 4; l++) A[row >> 3][k][4 * (row & 7) + l] = v;
-}
+};
 
-static void put_b(int column, int k, double v) {
+constexpr auto put_b = [](int column, int k, double v) {
   double* lanes = B[column >> 3 << 1 | (column & 1)][k] + (column >> 1 & 3);
   lanes[0] = lanes[4] = v;
-}
+};
 
 // The 16 rows of A that a warp has in four registers, of pairs unless they are of tf32.
 static void rows_of_a(const u64* v, int i, T t) {

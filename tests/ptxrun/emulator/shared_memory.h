@@ -5,8 +5,8 @@
 
 namespace ptxrun {
 
-inline u32 Machine::shared(Warp& w, const Inst& in, u64 a, u32 size, int lane, const char* what) {
-  if (a % size)
+[[gnu::always_inline]] inline u32 Machine::shared(Warp& w, const Inst& in, u64 a, u32 size, int lane, const char* what) {
+  if (a & (size - 1))
     fault(w, in, fmt("misaligned shared %s of %u bytes at 0x%llx", what, size, (unsigned long long)a), lane);
   if (a < SHARED_BASE || a + size > shared_limit)
     fault(w, in,
@@ -42,6 +42,7 @@ inline void Machine::shared_read(Warp& w, const Inst& in, u32 off, u32 size, int
     constexpr u32 n = sizeof z;
     written(w, in, off, z, lane);
     if (!c.races) return;
+    cta.used[off >> kUsedShift] = 1;
     u32 me = w.id, clock = w.vc[me];
     for (u32 b = off & ~3u; b < (off & ~3u) + n; b += 4) {
       auto& e = cta.we[b / 4];
@@ -71,6 +72,7 @@ inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int 
     constexpr u32 n = sizeof z;
     memset(&cta.init[off], 1, n);
     if (!c.races) return;
+    cta.used[off >> kUsedShift] = 1;
     u8 mask = mask_of(off, n);
     u32 first = off & ~3u;
     bool raced = false;  // with a reader
@@ -109,6 +111,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 clock, con
                                 const Clock& pvc) {
   written(w, in, off, (unsigned __int128)0, -1);
   if (!c.races) return;
+  cta.used[off >> kUsedShift] = 1;
   for (u32 b = off; b < off + 16; b += 4) {
     auto& e = cta.we[b / 4];
     if (!before(vc, e.clock, e.agent)) [[unlikely]]

@@ -134,6 +134,7 @@ struct Warp {
   Entry& top() { return st.back(); }
 };
 
+constexpr int kUsedShift = 10;
 struct Cta {
   u32 id[3];
   u64 linear = 0;
@@ -141,6 +142,7 @@ struct Cta {
   vector<WriteEpoch> we;  // by 4-byte word
   vector<ReadEpoch> re;   // by warp and word
   vector<ReadEpoch> are;  // by 16 bytes and warp whose wgmma read them
+  vector<u8> used;        // by 2^kUsedShift bytes: whether one of the three was set
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
   int live = 0;  // warps that have not ended
