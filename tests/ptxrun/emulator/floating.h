@@ -26,19 +26,25 @@ static float extreme(const Inst& in, float a, float b, bool least) {
 // 16-bit operands are doubles in between: sums and products are exact or rounded to odd, so that encoding rounds them
 // once.
 HANDLER(half_arith) {
-  bool two = in.t == F16X2 || in.t == BF16X2, fma = in.a == FFMA, product = fma || in.a == FMUL, minus = in.a == FSUB;
-  const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = fma ? x.rd(w, in, 3, m) : b;
+  bool two = in.t == F16X2 || in.t == BF16X2;
+  const u64 *a = x.rd(w, in, 1, m), *b = x.rd(w, in, 2, m), *c = in.a == FFMA ? x.rd(w, in, 3, m) : a;
   u64* d = x.wr(w, in, 0, m);
   by_float(in.t, [&](auto t) {
-    auto half = [&](u64 p, u64 q, u64 r) {
-      double v = decode(p, t), u = decode(q, t), y = product ? v * u : v;
-      double sum = add_odd(y, fma ? decode(r, t) : minus ? -u : u);
-      return encode(product && !fma ? y : sum, t);
+    auto with = [&](auto f) {
+      auto half = [=](int l, int h) -> u64 {
+        return encode(f(decode(a[l] >> h, t), decode(b[l] >> h, t), decode(c[l] >> h, t)), t);
+      };
+      if (two)
+        each_lane(m, [=](int l) { d[l] = half(l, 0) | half(l, 16) << 16; });
+      else
+        each_lane(m, [=](int l) { d[l] = half(l, 0); });
     };
-    each_lane(m, [&](int l) {
-      u32 low = half(a[l], b[l], c[l]), high = half(a[l] >> 16, b[l] >> 16, c[l] >> 16);
-      d[l] = two ? low | high << 16 : low;
-    });
+    if constexpr (t == F16 || t == BF16) switch (in.a) {
+        case FADD: return with([](double p, double q, double) { return add_odd(p, q); });
+        case FSUB: return with([](double p, double q, double) { return add_odd(p, -q); });
+        case FMUL: return with([](double p, double q, double) { return p * q; });
+        default: with([](double p, double q, double r) { return add_odd(p * q, r); });
+      }
   });
 }
 

@@ -66,6 +66,7 @@ void Machine::run_cta(u64 number) {
         for (int g = 0; g < warps; g++) std::fill_n(cta.re.begin() + g * words + first, n, ReadEpoch());
         std::fill_n(cta.are.begin() + first / 4 * warps, n / 4 * warps, ReadEpoch());
       }
+  cta.last.assign(AGENTS * warps, 0);
   cta.live = warps;
   cta.warps.resize(warps);
   for (int i = 0; i < warps; i++) {

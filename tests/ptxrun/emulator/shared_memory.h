@@ -43,7 +43,7 @@ inline void Machine::shared_read(Warp& w, const Inst& in, u32 off, u32 size, int
     written(w, in, off, z, lane);
     if (!c.races) return;
     cta.used[off >> kUsedShift] = 1;
-    u32 me = w.id, clock = w.vc[me];
+    u32 me = w.id, clock = cta.last[me] = w.vc[me];
     for (u32 b = off & ~3u; b < (off & ~3u) + n; b += 4) {
       auto& e = cta.we[b / 4];
       if (!before(w.vc, e.clock, e.agent) && e.agent != me && (mask_of(off, n) & e.mask)) [[unlikely]]
@@ -75,15 +75,14 @@ inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int 
     cta.used[off >> kUsedShift] = 1;
     u8 mask = mask_of(off, n);
     u32 first = off & ~3u;
-    bool raced = false;  // with a reader
-    for (int g = 0; g < warps; g++)
-      for (u32 b = first; b < first + n; b += 4) raced |= cta.reader(g, b).clock > w.vc[g];
+    bool late = false;  // reads that are not ordered before, if maybe of other words
+    for (int a = 0; a < AGENTS * warps; a++) late |= cta.last[a] > w.vc[a];
     for (u32 b = first; b < first + n; b += 4) {
       auto& e = cta.we[b / 4];
       bool mine = e.agent == as || e.agent == (u32)w.id;
       if (!mine && !before(w.vc, e.clock, e.agent) && (mask & e.mask) && !same_value(b, off, size, data))
         race(w, in, b, "writes", "write", e.line, e.agent, lane);
-      for (int g = 0; g < warps && raced; g++)
+      for (int g = 0; g < warps && late; g++)
         if (auto& r = cta.reader(g, b); r.clock > w.vc[g] && g != w.id) {
           race(w, in, b, "writes", "read", r.line, g, lane);
           r.clock = 0;
@@ -95,7 +94,7 @@ inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int 
       e.line = in.line;
     }
     ReadEpoch* r = &cta.are[(size_t)(off / 16) * warps];
-    for (int a = 0; a < warps; a++)
+    for (int a = 0; a < warps && late; a++)
       if (r[a].clock > w.vc[WGMMA * warps + a]) [[unlikely]] {
         race(w, in, off & ~15u, "writes", "read", r[a].line, WGMMA * warps + a, lane);
         r[a].clock = 0;
@@ -123,6 +122,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 clock, con
              e.line);
   }
   cta.are[(size_t)(off / 16) * warps + w.id] = {clock, in.line};
+  cta.last[agent(WGMMA, w)] = std::max(cta.last[agent(WGMMA, w)], clock);
 }
 
 inline void Machine::release(Warp& w, Clock& vc, Clock& pvc) {

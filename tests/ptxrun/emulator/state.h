@@ -142,6 +142,7 @@ struct Cta {
   vector<WriteEpoch> we;  // by 4-byte word
   vector<ReadEpoch> re;   // by warp and word
   vector<ReadEpoch> are;  // by 16 bytes and warp whose wgmma read them
+  Clock last;             // of each agent, of `re` and `are` together
   vector<u8> used;        // by 2^kUsedShift bytes: whether one of the three was set
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
