@@ -162,8 +162,10 @@ def _check(epochs: np.ndarray, clock: dict[int, int], doing: str, did: str) -> N
 
 
 def _different(epochs: np.ndarray) -> list[int]:
-    # np.unique imports a module, which the end of a block, at any moment, must not do.
-    return np.flatnonzero(np.bincount(epochs.reshape(-1))).tolist()
+    # Most are the first. np.unique imports a module, which the end of a block, at any moment, must not do.
+    epochs = epochs.reshape(-1)
+    others = epochs[epochs != epochs[:1]]
+    return sorted({*epochs[:1].tolist(), *np.flatnonzero(np.bincount(others)).tolist()})
 
 
 def not_ordered_before_reuse(

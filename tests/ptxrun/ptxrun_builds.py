@@ -25,7 +25,7 @@ __all__ = ["cache_folder", "library", "made_once", "nvcc", "nvcc_ptx"]
 HERE = Path(__file__).resolve().parent
 _PACKAGE = HERE.parents[1] / "sgl_kvpool"
 #: None of these options changes a result: no rounding, no order of sums.
-_GXX = ["g++", "-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_GXX = ["g++", *"-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math".split()]
 _NVCC = ["-std=c++20", "-arch=compute_90a", "-ptx"]
 
 

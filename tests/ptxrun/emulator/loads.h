@@ -128,9 +128,10 @@ HANDLER(mem_st) {
 void Machine::land(Warp& w, Copy& k) {
   if (k.landed) return;
   k.landed = true;
-  u8 data[16] = {};
-  if (k.from_src) memcpy(data, (void*)k.src, k.from_src);
-  memcpy(&cta.smem[k.dst], data, k.bytes);
+  by_size(k.bytes, [&](auto z) {
+    if (k.from_src) memcpy(&z, (void*)k.src, sizeof z);
+    memcpy(&cta.smem[k.dst], &z, sizeof z);
+  });
 }
 
 HANDLER(cp_async) {  // in.a: cg

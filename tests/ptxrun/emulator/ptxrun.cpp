@@ -25,7 +25,7 @@ template <class List, class F>
 static string list(const List& items, F text) {
   string j;
   for (auto& item : items)
-    if (string one = text(item); !one.empty()) j += (j.empty() ? "" : ",") + one;
+    if (string one = text(item); !one.empty()) (j += j.empty() ? "" : ",") += one;
   return "[" + j + "]";
 }
 
@@ -152,10 +152,10 @@ void ptx_launch(void* mod, const char* entry, const u32* grid, u32 threads, u32 
       if (!x.stats.n[i]) return string();
       string name = in.name;
       for (auto& s : in.mods) name += "." + s;
-      return fmt("[%u,\"%s\",", in.line, class_names[in.cls]) + quoted(name) +
-             fmt(",%llu,%llu,%llu,%llu,%llu]", (unsigned long long)x.stats.n[i], (unsigned long long)x.stats.lanes[i],
-                 (unsigned long long)x.stats.units[i], (unsigned long long)x.stats.ideal[i],
-                 (unsigned long long)x.stats.bytes[i]);
+      string row = "[" + std::to_string(in.line) + ",\"" + class_names[in.cls] + "\"," + quoted(name);
+      for (auto* of : {&x.stats.n, &x.stats.lanes, &x.stats.units, &x.stats.ideal, &x.stats.bytes})
+        row += "," + std::to_string((*of)[i]);
+      return row + "]";
     });
     return j.substr(1, j.size() - 2);
   });

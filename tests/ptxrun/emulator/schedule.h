@@ -64,9 +64,8 @@ void Machine::run_cta(u64 number) {
         size_t first = (k << kUsedShift) / 4, n = std::min<size_t>(words - first, (1 << kUsedShift) / 4);
         std::fill_n(cta.we.begin() + first, n, WriteEpoch());
         for (int g = 0; g < warps; g++) std::fill_n(cta.re.begin() + g * words + first, n, ReadEpoch());
-        std::fill_n(cta.are.begin() + first / 4 * warps, n / 4 * warps, ReadEpoch());
+        std::fill_n(cta.are.begin() + first / 4 * warps, n / 4 * warps, GranuleReads());
       }
-  cta.last.assign(AGENTS * warps, 0);
   cta.live = warps;
   cta.warps.resize(warps);
   for (int i = 0; i < warps; i++) {

@@ -43,7 +43,8 @@ inline void Machine::shared_read(Warp& w, const Inst& in, u32 off, u32 size, int
     written(w, in, off, z, lane);
     if (!c.races) return;
     cta.used[off >> kUsedShift] = 1;
-    u32 me = w.id, clock = cta.last[me] = w.vc[me];
+    u32 me = w.id, clock = w.vc[me];
+    cta.are[(size_t)(off / 16) * warps + me].own = clock;
     for (u32 b = off & ~3u; b < (off & ~3u) + n; b += 4) {
       auto& e = cta.we[b / 4];
       if (!before(w.vc, e.clock, e.agent) && e.agent != me && (mask_of(off, n) & e.mask)) [[unlikely]]
@@ -75,17 +76,18 @@ inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int 
     cta.used[off >> kUsedShift] = 1;
     u8 mask = mask_of(off, n);
     u32 first = off & ~3u;
+    GranuleReads* r = &cta.are[(size_t)(off / 16) * warps];
     bool late = false;  // reads that are not ordered before, if maybe of other words
-    for (int a = 0; a < AGENTS * warps; a++) late |= cta.last[a] > w.vc[a];
+    for (int g = 0; g < warps; g++) late |= (r[g].own > w.vc[g]) | (r[g].clock > w.vc[WGMMA * warps + g]);
     for (u32 b = first; b < first + n; b += 4) {
       auto& e = cta.we[b / 4];
       bool mine = e.agent == as || e.agent == (u32)w.id;
       if (!mine && !before(w.vc, e.clock, e.agent) && (mask & e.mask) && !same_value(b, off, size, data))
         race(w, in, b, "writes", "write", e.line, e.agent, lane);
       for (int g = 0; g < warps && late; g++)
-        if (auto& r = cta.reader(g, b); r.clock > w.vc[g] && g != w.id) {
-          race(w, in, b, "writes", "read", r.line, g, lane);
-          r.clock = 0;
+        if (auto& e = cta.reader(g, b); e.clock > w.vc[g] && g != w.id) {
+          race(w, in, b, "writes", "read", e.line, g, lane);
+          e.clock = 0;
         }
       if (e.clock && mine && e.clock == clock && e.agent == as)
         e.mask |= mask;
@@ -93,7 +95,6 @@ inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int 
         e = {clock, (u16)as, mask, in.line};
       e.line = in.line;
     }
-    ReadEpoch* r = &cta.are[(size_t)(off / 16) * warps];
     for (int a = 0; a < warps && late; a++)
       if (r[a].clock > w.vc[WGMMA * warps + a]) [[unlikely]] {
         race(w, in, off & ~15u, "writes", "read", r[a].line, WGMMA * warps + a, lane);
@@ -121,8 +122,8 @@ inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 clock, con
                  e.agent % warps),
              e.line);
   }
-  cta.are[(size_t)(off / 16) * warps + w.id] = {clock, in.line};
-  cta.last[agent(WGMMA, w)] = std::max(cta.last[agent(WGMMA, w)], clock);
+  auto& r = cta.are[(size_t)(off / 16) * warps + w.id];
+  r = {clock, in.line, r.own};
 }
 
 inline void Machine::release(Warp& w, Clock& vc, Clock& pvc) {

@@ -59,6 +59,11 @@ struct ReadEpoch {
   u32 clock, line;
 };
 
+// Reads of 16 bytes by a warp: the last by its wgmma, and the clock of the last by itself of any byte.
+struct GranuleReads {
+  u32 clock, line, own;
+};
+
 // A barrier of a CTA. `vc` joins what its arrivals released, `pvc` the part of it that the asynchronous proxy may see.
 // All pairs of these names have this meaning.
 struct Barrier {
@@ -141,8 +146,7 @@ struct Cta {
   vector<u8> smem, init;  // shared memory, and which of its bytes were written
   vector<WriteEpoch> we;  // by 4-byte word
   vector<ReadEpoch> re;   // by warp and word
-  vector<ReadEpoch> are;  // by 16 bytes and warp whose wgmma read them
-  Clock last;             // of each agent, of `re` and `are` together
+  vector<GranuleReads> are;  // by 16 bytes and warp
   vector<u8> used;        // by 2^kUsedShift bytes: whether one of the three was set
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
