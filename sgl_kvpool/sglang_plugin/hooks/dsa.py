@@ -12,13 +12,16 @@ import torch
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.registry import around, uses
-from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
+from sgl_kvpool.srt.facts.readers import layout_of_pool
 from sgl_kvpool.srt.facts.topk_transform import (
     DECODE_MODES,
     EXTEND_MODES,
     IDLE_MODES,
     IMPLEMENTATIONS,
+    check_pair,
+    is_ours,
     select_topk_transform,
+    table_names,
 )
 
 #: Attributes of a backend: the reader of rows that SGLang's kernels do not attend, absent if they do; with
@@ -50,7 +53,7 @@ def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
     used.
     """
     pool = backend.token_to_kv_pool
-    layout = dsa_rules.layout_of_pool(pool)
+    layout = layout_of_pool(pool)
     known = backend.dsa_prefill_impl in IMPLEMENTATIONS and backend.dsa_decode_impl in IMPLEMENTATIONS
     if hasattr(pool, "kv_cache_layout") or (known and backend.hisparse_coordinator is None):
         return layout
@@ -79,14 +82,14 @@ def attach(backend: Any) -> None:
     if layout is None:
         return
     ranks = get_parallel().attn_dcp_size if hasattr(pool, "kv_cache_layout") else 1
-    dsa_rules.check_pair(
+    check_pair(
         layout,
         backend.dsa_prefill_impl,
         backend.dsa_decode_impl,
         index_kpool=backend.dsa_index_kpool,
         ranks=ranks,
     )
-    if not dsa_rules.is_ours(layout, ranks):
+    if not is_ours(layout, ranks):
         return
 
     from sgl_kvpool.attention.decode import DecodeWorkspace
@@ -133,7 +136,7 @@ def _get_topk_transform_method(original, self, forward_mode=None):
     if self.dcp_size > 1:
         return TopkTransformMethod.PAGED  # a rank has only some of the rows that a prefill would gather
     ours = reader_of(self) is not None
-    pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl, ours=ours)
+    pair = table_names(self.dsa_prefill_impl, self.dsa_decode_impl, ours=ours)
     transform = select_topk_transform(layout, *pair, forward_mode, index_kpool=self.dsa_index_kpool)
     return TopkTransformMethod[transform.name]
 
