@@ -70,7 +70,7 @@ POOLS = HookGroup(
 SPARSE_ATTENTION = HookGroup(
     "sparse attention",
     "--kv-cache-layout and KVPOOL_FIX_TOPK",
-    modules=("srt.pool.dsa",),
+    modules=("srt.attention.dsa_backend", "srt.pool.dsa"),
     is_used=lambda server: server.is_dsa,
 )
 
@@ -121,9 +121,11 @@ GROUPS = (
         _TIER,
         modules=(
             "sglang_plugin.rules.host_sharing",
+            "srt.host.agreement",
             "srt.host.memory",
             "srt.host.rows",
             "srt.host.storage_mixin",
+            "srt.host.store_calls",
             "srt.pool.regions",
         ),
         is_used=lambda server: server.has_host_tier,
@@ -133,12 +135,13 @@ GROUPS = (
     HookGroup(
         "host tier of hybrid models",
         _TIER,
-        modules=("srt.host.states",),
+        modules=("srt.host.states", "srt.host.state_transfers"),
         is_used=lambda server: server.has_host_tier and server.is_hybrid,
     ),
     HookGroup(
         "disaggregation",
         "--disaggregation-mode",
+        modules=("srt.peers",),
         is_used=lambda server: server.disaggregates,
     ),
     *(

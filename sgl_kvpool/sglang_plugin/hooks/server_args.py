@@ -35,7 +35,6 @@ _ARG_GROUPS = "sglang.srt.arg_groups"
 _EXTENDED = "_kvpool_extended"
 _installed = False
 
-
 uses(f"{_ARG_GROUPS}.resolution_hooks.register_resolution_hook", "arguments", takes=("name",))
 uses(f"{_ARG_GROUPS}.overrides.declare_resolution", "arguments", takes=("server_args", "source"))
 

@@ -18,7 +18,8 @@ from test_hybrid_stores import files as files_of
 from test_stores import PAGE_SIZE, filled, get, put
 
 from sgl_kvpool.sglang_plugin.hooks import stores, weights
-from sgl_kvpool.sglang_plugin.hooks.weights import ServedWeights
+from sgl_kvpool.srt.host import store_calls
+from sgl_kvpool.srt.host.served_weights import ServedWeights
 
 KEY = "0123456789abcdef" * 4
 
@@ -29,7 +30,7 @@ def serve(monkeypatch):
 
     def start(version="default"):
         server = ServedWeights()
-        for module in (weights, stores):
+        for module in (weights, stores, store_calls):
             monkeypatch.setattr(module, "SERVED", server)
         monkeypatch.setattr(weights, "_followed", [])
         monkeypatch.setattr(weights, "_version", lambda: version)
