@@ -50,7 +50,6 @@ class Server:
 
     @cached_property
     def config(self) -> KVPoolConfig:
-        """What was decided for the server."""
         return config_of(self.server_args)
 
     @cached_property
@@ -69,13 +68,11 @@ class Server:
 
     @cached_property
     def layout(self) -> MLAKVCacheLayout:
-        """Layout of the rows, of a server with one."""
         assert self.config.layout is not None
         return self.config.layout
 
     @cached_property
     def arrangement(self) -> KVArrangement:
-        """Arrangement of the rows."""
         return self.config.arrangement
 
     # ---------------------------------------------------------------- the model
@@ -170,7 +167,6 @@ class Server:
 
     @cached_property
     def host_layout(self) -> MLAKVCacheLayout:
-        """Layout of the rows in the host tier."""
         return self.config.host_tier.host_layout(self.layout)
 
     @cached_property

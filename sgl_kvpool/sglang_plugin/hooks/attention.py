@@ -54,7 +54,6 @@ def name_lists() -> tuple[list[str], ...]:
 
 
 def register_names() -> None:
-    """Add our backend's name to DeepSeek's attention and to the lists of backend names."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     reads_rows = env.flag(env.PREFILL_READS_ROWS)
@@ -100,7 +99,6 @@ def _absorbed(attention: Any, forward_batch: Any):
 
 
 def backend_class(device: str) -> type:
-    """Class of our backend for a target on a device."""
     if device == "cpu":
         from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 

@@ -71,7 +71,6 @@ def run(scheduler: Any) -> None:
 
 
 def _why_due(device: str) -> str | None:
-    """Why a scheduler has to run the self-check; None if it need not."""
     if hook_points.version_problem() is not None:
         return "this SGLang is not a tested one"
     return _NO_RUN if device.startswith("cuda") else None

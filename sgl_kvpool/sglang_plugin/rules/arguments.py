@@ -124,7 +124,6 @@ def check_dtype(server: Server) -> None:
 
 
 def check_numbers(server: Server) -> None:
-    """Refuse numbers that are out of their limits."""
     for number in NUMBERS:
         number.check(server.view)
 

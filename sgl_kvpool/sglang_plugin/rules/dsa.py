@@ -121,12 +121,10 @@ def check_draft_backend(server: Server, backend: str | None) -> None:
 
 
 def _not_sparse(what: str, name: str, way: Way) -> Refusal:
-    """The error for an attention backend that model `name` cannot use."""
     return Refusal(f"{what} cannot compute the sparse attention (DSA) of {name}", way)
 
 
 def _check_reader(server: Server) -> None:
-    """Refuse models and GPUs that our readers do not support."""
     import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
@@ -162,7 +160,6 @@ def _check_reader(server: Server) -> None:
 
 
 def check_backends(server: Server) -> None:
-    """Refuse backends without sparse attention, and a variable of another backend."""
     if env.flag(env.PREFILL_READS_ROWS):
         raise Refusal(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}",
@@ -201,7 +198,6 @@ def check_context_parallelism(server: Server) -> None:
 
 
 def check_features_of_reader(server: Server) -> None:
-    """Refuse features that our reader does not work with."""
     import torch
 
     if is_ours(server.layout, server.view.dcp_size):

@@ -82,7 +82,6 @@ def check_without_tier(server: Server) -> None:
 
 
 def check_host_tier(server: Server) -> None:
-    """Refuse arguments that do not work with the host tier of a server."""
     view, layout, options = server.view, server.layout, server.config.host_tier
     flag = _TIER if view.enable_hierarchical_cache else "--disaggregation-decode-enable-offload-kvcache"
     able = {"cpu": (CPU_ENGINE,), "cuda": GPU_ENGINE_NAMES}.get(view.device, ())

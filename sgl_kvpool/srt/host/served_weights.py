@@ -51,7 +51,6 @@ class ServedWeights:
         return key[: len(key) - len(digits)] + digits
 
     def keys(self, keys: Sequence[str]) -> list[str]:
-        """`key` of several pages."""
         return [self.key(key) for key in keys]
 
     @contextmanager
