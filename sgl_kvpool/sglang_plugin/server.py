@@ -160,11 +160,6 @@ class Server:
         offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
         return bool(view.enable_hierarchical_cache or offloads)
 
-    @property
-    def has_no_tier(self) -> bool:
-        """Whether the server will build no host tier."""
-        return not self.has_host_tier
-
     @cached_property
     def host_layout(self) -> MLAKVCacheLayout:
         return self.config.host_tier.host_layout(self.layout)

@@ -12,6 +12,7 @@ from sgl_kvpool.sglang_plugin.hooks import state_tier, weights
 from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of, record
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.srt.host import agreement, state_transfers
+from sgl_kvpool.srt.host.memory import require_room, warn_of_small_tier
 from sgl_kvpool.srt.host.store_calls import wrap_calls
 from sgl_kvpool.srt.host.tier_bytes import (
     TierBytes,
@@ -80,7 +81,6 @@ def _estimate_hicache_bytes(original, params, draft_plan):
 )
 def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     """The host pool of a target, with the drafts that are packed with it."""
-    from sgl_kvpool.srt.host.memory import warn_of_small_tier
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     if not has_our_tier(kv_pool):
@@ -165,7 +165,6 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     """The host pool of a draft that is not packed with its target."""
     from sglang.srt.runtime_context import get_server_args
 
-    from sgl_kvpool.srt.host.memory import require_room
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     if config_of(get_server_args()).host_tier.sharing == NODE:

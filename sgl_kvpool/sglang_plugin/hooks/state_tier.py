@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.srt.host.memory import HostTierTooLarge
 from sgl_kvpool.srt.host.state_transfers import state_tier
 from sgl_kvpool.srt.host.tier_bytes import TierBytes, has_our_tier, rows_declared
 
@@ -50,7 +51,6 @@ _building: ContextVar[_Stack | None] = ContextVar("sgl_kvpool_hybrid_tier", defa
 @around(f"{_ASSEMBLER}.build_hybrid_mamba_stack", "host tier of hybrid models")
 def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
     """Record the rows and states of the host pools that SGLang builds next, to split `--hicache-size`."""
-    from sgl_kvpool.srt.host.memory import HostTierTooLarge
 
     arguments = {"params": params, "decls": decls, "mamba_pool": mamba_pool, **kwargs}
     rows = rows_declared(decls)

@@ -129,11 +129,9 @@ def check_numbers(server: Server) -> None:
 
 
 def check_tier(server: Server) -> None:
-    """Refuse a size of the host tier that is out of its limits, and its options without it."""
+    """Refuse a size of the host tier that is out of its limits."""
     if server.has_host_tier:
         (_TIER_SIZE if server.view.hicache_size else _TIER_RATIO).check(server.view)
-    else:
-        check_without_tier(server)
 
 
 def check_error_sample(server: Server) -> None:
@@ -214,6 +212,7 @@ RULES: tuple[Callable[[Server], None], ...] = (
     check_numbers,
     check_page,
     check_tier,
+    check_without_tier,
     check_error_sample,
     check_canary,
 )

@@ -65,6 +65,8 @@ def _keeps_states_by_token(server: Server) -> bool:
 
 def check_without_tier(server: Server) -> None:
     """Refuse a store, or options of a host tier, on a server without a host tier."""
+    if server.has_host_tier:
+        return
     for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING):
         requested = server.config.requests(option)
         if requested != option.default:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from sgl_kvpool import metrics
 from sgl_kvpool.srt.host.shared_tier import slots_digest
 from sgl_kvpool.transfer.host_options import NODE
@@ -50,8 +52,6 @@ def _all_reduce_min(controller: Any, *values: int) -> list[int]:
     requests; with DP attention, other ranks have other requests. SGLang reduces over them in every step, on
     this thread.
     """
-    import torch
-
     groups = [group for group in (controller.attn_cp_group, controller.attn_tp_group) if _size(group) > 1]
     if not groups and _size(controller.tp_group) > 1:
         groups = [controller.tp_group]
@@ -64,8 +64,6 @@ def _all_reduce_min(controller: Any, *values: int) -> list[int]:
 
 
 def _size(group: Any) -> int:
-    import torch
-
     return 1 if group is None else torch.distributed.get_world_size(group=group)
 
 

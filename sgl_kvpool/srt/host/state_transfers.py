@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sgl_kvpool import metrics
 from sgl_kvpool.srt.host.page_format import failure_kind
 from sgl_kvpool.srt.host.tier_bytes import holds_our_rows
@@ -50,8 +52,6 @@ def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None
 
 def device_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
     """Why device slots of states are invalid or listed twice; None if they are valid or not known yet."""
-    import torch
-
     tier, ours = _of_states(controller, transfers)
     given = [t.device_indices for t in ours if t.device_indices is not None]
     problem = tier.device_indices_problem(torch.cat(given)) if given else None
@@ -63,8 +63,6 @@ def join_states(controller: Any, operation: Any) -> None:
 
     SGLang does the same where it joins loads. Its tree keeps the original transfers.
     """
-    import torch
-
     _, several = _of_states(controller, operation.pool_transfers)
     if len(several) < 2:
         return
