@@ -45,6 +45,7 @@ MODEL_RULES = HookGroup(
         "sglang_plugin.rules.host_tier",
         "sglang_plugin.rules.model",
         "sglang_plugin.server",
+        "srt.model",
     ),
 )
 #: Group of the process that launches a server with a layout.
@@ -108,7 +109,7 @@ GROUPS = (
     HookGroup(
         "speculative decoding",
         "--speculative-algorithm",
-        modules=("srt.attention.draft",),
+        modules=("srt.attention.draft", "srt.pool.drafts"),
         is_used=lambda server: server.view.speculative_algorithm is not None,
     ),
     HookGroup(

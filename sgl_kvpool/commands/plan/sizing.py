@@ -14,11 +14,11 @@ from typing import Any
 from sgl_kvpool.commands.named_model import weights_gib
 from sgl_kvpool.commands.plan import plannable
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
 from sgl_kvpool.srt.facts.topk_transform import KVPOOL_DECODE
+from sgl_kvpool.srt.pool.drafts import own_draft, packed_layers
 from sgl_kvpool.transfer.host_options import NODE
 
 _GIB = 1 << 30

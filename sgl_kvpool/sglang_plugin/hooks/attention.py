@@ -7,9 +7,9 @@ SGLang's models select code by a backend's name. SGLang treats a name that is mi
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
 from sgl_kvpool.sglang_plugin.registry import installs, uses
 from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
+from sgl_kvpool.srt.pool.drafts import require_mla
 
 #: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"

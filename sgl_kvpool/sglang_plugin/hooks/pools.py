@@ -9,13 +9,13 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal, leave_out
-from sgl_kvpool.sglang_plugin.hooks import weights
 from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, ERROR_SAMPLE, HOST_LAYOUT, LAYOUT, config_of
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt import peers
+from sgl_kvpool.srt.pool.k_scales import follow_k_scales
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             "pool; leave out --kv-cache-arrangement, and report the server's arguments"
         )
     peers.POOLS.add(pool.row_pool)
-    weights.follow_k_scales(pool, request.k_scales)
+    follow_k_scales(pool, request.k_scales)
     if not self.is_draft_worker:
         _publish_metrics(self.server_args)
         _warn_of_prompts_that_wait(pool.row_pool, self.model_config.context_len)

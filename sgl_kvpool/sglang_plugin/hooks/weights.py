@@ -7,19 +7,13 @@ backup or a prefetch is under way, so no page of the old weights gets a key of t
 servers that store what they generate may have such pages left; these keep the old name, or are not stored.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool.sglang_plugin.options import config_of
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.srt.host.served_weights import SERVED
-
-if TYPE_CHECKING:
-    from sgl_kvpool.srt.pool.row_pool import RowPool
+from sgl_kvpool.srt.pool.k_scales import followed_digest, take_k_scales
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +34,7 @@ def attach() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
     random, of_replica = drawn
-    SERVED.start(_version(), random, of_replica, _k_scales_digest())
+    SERVED.start(_version(), random, of_replica, followed_digest())
     if SERVED.digits:
         logger.info("sgl-kvpool: keys in stores end with %s, which names the weights", SERVED.digits)
 
@@ -49,57 +43,6 @@ def _version() -> str:
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().weight_version
-
-
-#: The pools of this process, target first, each with the function that collects and checks its k_scales.
-_followed: list[tuple[RowPool, Callable[[], Mapping[int, float]]]] = []
-
-
-def follow_k_scales(pool: RowPool, collect: Callable[[], Mapping[int, float]]) -> None:
-    """Let a pool take the k_scales that `collect` finds in the model after an update."""
-    _followed.append((pool, collect))
-
-
-def _k_scales_digest() -> str:
-    from sgl_kvpool.srt.pool.row_pool import k_scales_digest
-
-    return k_scales_digest([pool.row_pool for pool, _ in _followed])
-
-
-def _take_k_scales(scheduler: Any) -> None:
-    """Collect the k_scales again. RuntimeError, which ends the server, where something keeps the old ones.
-
-    The weights are other ones already, so the update cannot be refused.
-    """
-    for pool, collect in _followed:
-        new = collect()  # a model's loader sets k_scales, and never removes them
-        layer = next((x for x in sorted(new) if new[x] != pool.k_scale(x)), None)
-        if layer is None:
-            continue
-        if kept := _kept_in(scheduler, pool):
-            raise RuntimeError(
-                f"an update of weights has changed k_scale of layer {layer} from "
-                f"{pool.k_scale(layer)} to {new[layer]}, and {kept}; "
-                "start the server with the new weights"
-            )
-        pool.take_k_scales(new)
-
-
-def _kept_in(scheduler: Any, pool: RowPool) -> str | None:
-    """What keeps a pool's old k_scales; None if nothing does."""
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-
-    for _, runner in scheduler.weight_updater._select_runners():
-        graphs = (runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner)
-        if any(not isinstance(graph, EagerRunner) for graph in graphs if graph is not None):
-            return "CUDA graphs have captured the old one"
-    if scheduler.disaggregation_mode != DisaggregationMode.NULL:
-        return "peers have compared the old one when they connected (--disaggregation-mode)"
-    layout = pool.kv_cache_layout
-    if pool.row_pool.host_tier.host_layout(layout) is not layout:
-        return "the host tier converts rows with the old one (--kv-host-layout)"
-    return None
 
 
 @around(f"{_UPDATER}.update_weights_from_disk", "pools")
@@ -183,12 +126,12 @@ def _flush_cache(original, self, *args, **kwargs):
         return False
 
     def settle() -> str:
-        _take_k_scales(self)
+        take_k_scales(self)
         if SERVED.has_store:
             from sglang.srt.managers.cache_controller import StorageOperation
 
             SERVED.first_operation = StorageOperation.counter
-        return _k_scales_digest()
+        return followed_digest()
 
     if SERVED.flushed(settle):
         beliefs = getattr(self.tree_cache, "storage_existence_cache", None)
