@@ -83,9 +83,7 @@ GROUPS = (
     POOLS,
     RANKS,
     HookGroup(
-        "dense MLA on a CPU",
-        _LAYOUT,
-        modules=("srt.attention.cpu", "srt.self_check.attention"),
+        *("dense MLA on a CPU", _LAYOUT, ("srt.attention.cpu", "srt.self_check.attention")),
         is_used=partial(_kvpool_attends, on_cpu=True),
     ),
     HookGroup(
@@ -100,12 +98,7 @@ GROUPS = (
         is_used=partial(_kvpool_attends, on_cpu=False),
     ),
     SPARSE_ATTENTION,
-    HookGroup(
-        "hybrid models",
-        _LAYOUT,
-        modules=("srt.pool.hybrid",),
-        is_used=lambda server: server.is_hybrid,
-    ),
+    HookGroup("hybrid models", _LAYOUT, ("srt.pool.hybrid",), lambda server: server.is_hybrid),
     HookGroup(
         "speculative decoding",
         "--speculative-algorithm",
@@ -113,8 +106,7 @@ GROUPS = (
         is_used=lambda server: server.view.speculative_algorithm is not None,
     ),
     HookGroup(
-        "dense MLA of several ranks",
-        "--dcp-size",
+        *("dense MLA of several ranks", "--dcp-size"),
         is_used=lambda server: server.is_dense and server.view.dcp_size > 1,
     ),
     HookGroup(
@@ -139,12 +131,7 @@ GROUPS = (
         modules=("srt.host.states", "srt.host.state_transfers"),
         is_used=lambda server: server.has_host_tier and server.is_hybrid,
     ),
-    HookGroup(
-        "disaggregation",
-        "--disaggregation-mode",
-        modules=("srt.peers",),
-        is_used=lambda server: server.disaggregates,
-    ),
+    HookGroup("disaggregation", "--disaggregation-mode", ("srt.peers",), lambda server: server.disaggregates),
     *(
         HookGroup(
             f"disaggregation over {backend} on a CPU",

@@ -14,7 +14,6 @@ from sgl_kvpool.srt.pool.drafts import require_mla
 #: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"
 
-
 #: Hook groups of the backend.
 _GROUPS = ("dense MLA on a CPU", "dense MLA on CUDA")
 _REGISTRY = "sglang.srt.layers.attention.attention_registry"

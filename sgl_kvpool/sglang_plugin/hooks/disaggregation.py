@@ -17,9 +17,10 @@ from sgl_kvpool.sglang_plugin.options import config_of
 from sgl_kvpool.sglang_plugin.registry import around, uses
 from sgl_kvpool.srt.peers import MARK, SIZES, pools_behind, ranks_name, rows_name
 
+_CONN, _GROUP = "sglang.srt.disaggregation.common.conn", "disaggregation"
 uses(
     "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
-    "disaggregation",
+    _GROUP,
     members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "kv_layout", "num_draft_entries"),
 )
 # What prefill and decode servers on a CPU set, by transfer backend.
@@ -33,18 +34,10 @@ uses(
     takes=("kinds", "expected_len"),
 )
 
-uses(
-    "sglang.srt.disaggregation.common.conn.PrefillServerInfo.__annotations__",
-    "disaggregation",
-    members=(*SIZES, "kv_cache_dtype", "kv_layout"),
-)
+uses(f"{_CONN}.PrefillServerInfo.__annotations__", _GROUP, members=(*SIZES, "kv_cache_dtype", "kv_layout"))
 
 
-@around(
-    "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
-    "disaggregation",
-    reads=("is_mla_backend",),
-)
+@around(f"{_CONN}.CommonKVManager.__init__", _GROUP, reads=("is_mla_backend",))
 def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
     """Add the row format, and the ranks that share rows, to what the original registers for peers."""
     layout = config_of(server_args).layout

@@ -18,25 +18,22 @@ from sgl_kvpool.srt.facts.topk_transform import (
     table_names,
 )
 
+_GROUP, _DSA = "sparse attention", "sglang.srt.layers.attention.dsa"
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
-_KPOOL = "sglang.srt.layers.attention.dsa.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
+_KPOOL = f"{_DSA}.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
 _DEQUANT = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
 
-uses(
-    "sglang.srt.layers.attention.dsa.dsa_topk_backend.TopkTransformMethod.__members__",
-    "sparse attention",
-    members=("PAGED", "RAGGED"),
-)
+uses(f"{_DSA}.dsa_topk_backend.TopkTransformMethod.__members__", _GROUP, members=("PAGED", "RAGGED"))
 # The table of transforms names the members of the `IntEnum`.
 uses(
     "sglang.srt.model_executor.forward_batch_info.ForwardMode.__members__",
-    "sparse attention",
+    _GROUP,
     members=(*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES),
 )
-uses("sglang.srt.runtime_context.get_buffer", "sparse attention", takes=("name", "factory"))
+uses("sglang.srt.runtime_context.get_buffer", _GROUP, takes=("name", "factory"))
 
 
-@around(f"{_BACKEND}.__init__", "sparse attention", reads=("model_runner",))
+@around(f"{_BACKEND}.__init__", _GROUP, reads=("model_runner",))
 def _init(original, self, *args, **kwargs):
     """Refuse implementations that cannot read the rows, and add our reader of 4-bit rows.
 
@@ -46,7 +43,7 @@ def _init(original, self, *args, **kwargs):
     attach(self)
 
 
-@around(f"{_BACKEND}.set_dsa_prefill_impl", "sparse attention", repairs="#21011, closed")
+@around(f"{_BACKEND}.set_dsa_prefill_impl", _GROUP, repairs="#21011, closed")
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
     """Restore the user's `flashmla_auto` before SGLang chooses an implementation for a batch.
 
@@ -57,7 +54,7 @@ def _set_dsa_prefill_impl(original, self, forward_batch=None):
     original(self, forward_batch)
 
 
-@around(f"{_BACKEND}.get_topk_transform_method", "sparse attention", repairs="#20163, #21011, closed")
+@around(f"{_BACKEND}.get_topk_transform_method", _GROUP, repairs="#20163, #21011, closed")
 def _get_topk_transform_method(original, self, forward_mode=None):
     """The top-k transform, for metadata, indexer, forward pass and the seeds of drafts alike."""
     layout = layout_in_table(self)
@@ -73,7 +70,7 @@ def _get_topk_transform_method(original, self, forward_mode=None):
     return TopkTransformMethod[transform.name]
 
 
-@around(f"{_BACKEND}.init_forward_metadata", "sparse attention", repairs="#33197, open")
+@around(f"{_BACKEND}.init_forward_metadata", _GROUP, repairs="#33197, open")
 def _init_forward_metadata(original, self, forward_batch):
     """Where the keys of each token's request begin, with prefill context parallelism and RAGGED.
 
@@ -103,7 +100,7 @@ def _init_forward_metadata(original, self, forward_batch):
 
 @around(
     f"{_BACKEND}._forward_flashmla_sparse",
-    "sparse attention",
+    _GROUP,
     reads=("v_head_dim", "page_table_1", "sm_scale", "topk_length", "attn_sink"),
 )
 def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
@@ -122,8 +119,8 @@ def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
     return found if self.dcp_size > 1 else found[0]
 
 
-@around(f"{_BACKEND}.forward_extend", "sparse attention", reads=("topk_indices",))
-@around(f"{_BACKEND}.forward_decode", "sparse attention", reads=("topk_indices",))
+@around(f"{_BACKEND}.forward_extend", _GROUP, reads=("topk_indices",))
+@around(f"{_BACKEND}.forward_decode", _GROUP, reads=("topk_indices",))
 def _forward(original, self, q, k, v, layer, forward_batch, *args, **kwargs):
     """Keep the layer's top-k selection: layers that reuse that of the layer before share its lists."""
     if self.dcp_size > 1:
@@ -131,20 +128,20 @@ def _forward(original, self, q, k, v, layer, forward_batch, *args, **kwargs):
     return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
 
 
-@around(f"{_KPOOL}._resolve_kpool_tail_backend", "sparse attention")
+@around(f"{_KPOOL}._resolve_kpool_tail_backend", _GROUP)
 def _resolve_kpool_tail_backend(original, self, topk_indices, dsa_impl):
     """With pooled index keys SGLang replaces flashmla_sparse, under whose name our reader attends."""
     return original(self, topk_indices, dsa_impl) if reader_of(self) is None else dsa_impl
 
 
-@around(f"{_KPOOL}._check_kpool_tail_backend", "sparse attention")
+@around(f"{_KPOOL}._check_kpool_tail_backend", _GROUP)
 def _check_kpool_tail_backend(original, self, topk_indices, dsa_impl, phase):
     """Our reader attends the recent tokens behind the last pooled key, which end each list."""
     if reader_of(self) is None:
         original(self, topk_indices, dsa_impl, phase)
 
 
-@around(f"{_DEQUANT}.dequantize_k_cache_paged_dsa", "sparse attention")
+@around(f"{_DEQUANT}.dequantize_k_cache_paged_dsa", _GROUP)
 def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattened, *args, **kwargs):
     """Decode the keys of some slots: uint8 rows with our codec, other rows with SGLang's kernel."""
     if quant_k_cache.dtype != torch.uint8:

@@ -11,23 +11,24 @@ from sgl_kvpool.srt.host.memory import HostTierTooLarge
 from sgl_kvpool.srt.host.state_transfers import state_tier
 from sgl_kvpool.srt.host.tier_bytes import TierBytes, has_our_tier, rows_declared
 
+_GROUP = "host tier of hybrid models"
 _ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
 
-uses(f"{_TREE}.writing_check", "host tier of hybrid models", takes=("self", "write_back"))
-uses(f"{_TREE}.loading_check", "host tier of hybrid models", takes=("self", "finish_count"))
+uses(f"{_TREE}.writing_check", _GROUP, takes=("self", "write_back"))
+uses(f"{_TREE}.loading_check", _GROUP, takes=("self", "finish_count"))
 uses(
     "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent.finalize_match_result_in_cache",
-    "host tier of hybrid models",
+    _GROUP,
     takes=("self", "params", "result"),
 )
 # Methods of the attached store, which may be of any class.
-uses(f"{_STORE}.batch_get_v2", "host tier of hybrid models", takes=("self", "transfers", "extra_info"))
-uses(f"{_STORE}.batch_set_v2", "host tier of hybrid models", takes=("self", "transfers", "extra_info"))
+uses(f"{_STORE}.batch_get_v2", _GROUP, takes=("self", "transfers", "extra_info"))
+uses(f"{_STORE}.batch_set_v2", _GROUP, takes=("self", "transfers", "extra_info"))
 uses(
     "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost.__init__",
-    "host tier of hybrid models",
+    _GROUP,
     takes=(
         *("self", "buffer_info", "host_to_device_ratio", "host_size", "device_capacity", "pin_memory"),
         *("allocator_type", "layout", "mtp_draft_buffer_infos"),
@@ -48,7 +49,7 @@ class _Stack:
 _building: ContextVar[_Stack | None] = ContextVar("sgl_kvpool_hybrid_tier", default=None)
 
 
-@around(f"{_ASSEMBLER}.build_hybrid_mamba_stack", "host tier of hybrid models")
+@around(f"{_ASSEMBLER}.build_hybrid_mamba_stack", _GROUP)
 def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
     """Record the rows and states of the host pools that SGLang builds next, to split `--hicache-size`."""
 
@@ -73,7 +74,7 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
         _building.reset(token)
 
 
-@around(f"{_ASSEMBLER}._split_hicache_size", "host tier of hybrid models")
+@around(f"{_ASSEMBLER}._split_hicache_size", _GROUP)
 def _split_hicache_size(original, hicache_size, kv_pools):
     """Split by bytes on the host; SGLang splits by bytes on the device, where rows may be wider."""
     stack = _building.get()
@@ -88,9 +89,7 @@ def row_tier_built(tier: Any) -> None:
 
 
 @around(
-    f"{_ASSEMBLER}.build_mamba_host_pool",
-    "host tier of hybrid models",
-    reads=("host_size", "layout", "mtp_draft_device_pools"),
+    f"{_ASSEMBLER}.build_mamba_host_pool", _GROUP, reads=("host_size", "layout", "mtp_draft_device_pools")
 )
 def _build_mamba_host_pool(original, mamba_pool, pool_info, **kwargs):
     """Build our host pool of states if the host pool of the rows is ours."""
@@ -117,7 +116,7 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, **kwargs):
     return tier
 
 
-@around(f"{_TREE}.init_load_back", "host tier of hybrid models", repairs="#30986 mended a part")
+@around(f"{_TREE}.init_load_back", _GROUP, repairs="#30986 mended a part")
 def _init_load_back(original, self, params):
     """After a load that was a miss, give the request the state of the prefix from which it continues.
 
@@ -141,7 +140,7 @@ def _init_load_back(original, self, params):
     return found
 
 
-@around(f"{_TREE}.evict_for_alloc", "host tier of hybrid models", repairs="#36770, #40128, open")
+@around(f"{_TREE}.evict_for_alloc", _GROUP, repairs="#36770, #40128, open")
 def _evict_for_alloc(original, self, params, **kwargs):
     """Where too few states can be evicted, wait for the copies that lock states, then evict again.
 
