@@ -38,7 +38,6 @@ from sgl_kvpool.commands.arguments import add_layouts, naming
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         usage="%(prog)s [options]; --help lists them",
@@ -98,14 +97,12 @@ def say(text: str) -> None:
 
 
 def compared(old: Run, new: Run) -> int:
-    """Compare two runs and print; returns the exit status."""
     found = compare(old, new)
     say("\n" + "\n".join(found.lines()) + "\n")
     return found.status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the requested steps; returns the exit status."""
     made = parser()
     arguments = made.parse_args(argv)
     try:

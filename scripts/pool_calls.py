@@ -82,7 +82,6 @@ def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) 
 
 
 def main() -> int:
-    """Print the places and what differs; return the exit status."""
     found = count(sources())
     for file, calls in found.items():
         print(f"{file}: {', '.join(f'{name} {calls[name]}' for name in sorted(calls))}")

@@ -141,7 +141,6 @@ def read_llama(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def main() -> None:
-    """Score the cases, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")

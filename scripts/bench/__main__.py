@@ -19,7 +19,6 @@ BENCHMARKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a benchmark."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
     parser.add_argument("benchmark", choices=list(BENCHMARKS), help="name of the benchmark")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments")

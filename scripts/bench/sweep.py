@@ -237,7 +237,6 @@ def _shown(value: Any) -> str:
 
 
 def _work(benchmark: Benchmark, sent: Jobs) -> int:
-    """A worker process."""
     for case in sent.begin(benchmark.start()):
         sent.answer(result_of(benchmark, case), usable=not cuda_is_broken())
     return 0

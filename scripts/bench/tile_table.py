@@ -34,7 +34,6 @@ class Findings:
 
 
 def tile_of(job: dict[str, Any]) -> TileConfig:
-    """The tile of a job."""
     return TileConfig(**job["tile"])
 
 

@@ -154,7 +154,6 @@ def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
 
 
 def page_counts(quick: bool) -> tuple[int, ...]:
-    """Pages of one transfer."""
     return PAGES[:2] if quick else PAGES
 
 

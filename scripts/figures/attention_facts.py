@@ -183,7 +183,6 @@ def page_of(costs: list[dict[str, Any]], text: str) -> str:
 
 
 def text_of(costs: list[dict[str, Any]]) -> str:
-    """The JSON, an object per line."""
     return "[\n" + ",\n".join(json.dumps(found) for found in costs) + "\n]\n"
 
 

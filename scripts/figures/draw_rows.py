@@ -78,7 +78,6 @@ def _row(fmt: RowFormat, top: float, widest: int) -> list[str]:
 
 
 def rows_picture() -> str:
-    """The SVG, with one row per layout."""
     formats = [layout.row_format(RANK, ROPE) for layout in MLAKVCacheLayout]
     widest = formats[0].row_bytes
     width = NAMES + widest * PER_BYTE + SMALL * len("1.00 x the tokens of bf16") + 12 + MARGIN

@@ -20,6 +20,7 @@ from scripts import ROOT
 from scripts.kit.outputs import commit
 from sgl_kvpool import __version__, compiler
 from sgl_kvpool.commands.doctor.probes import processor
+from sgl_kvpool.sglang_plugin.fingerprint import versions
 
 _PACKAGES = (
     *("triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
@@ -155,7 +156,7 @@ def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
         "cpu": processor(),
         "cpu_cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {**{name: _version(name) for name in _PACKAGES}, **ours},
+        "versions": {**versions(_PACKAGES), **ours},
         "modules": sorted(machine.modules),
     }
 
@@ -169,13 +170,6 @@ def sources_sha256() -> str:
                 digest.update(f"{path.relative_to(ROOT)}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def driver_facts() -> list[dict[str, str]]:

@@ -76,7 +76,6 @@ class Report:
         self._jobs = {_key(row["job"]) for row in self.rows}
 
     def has(self, job: Any) -> bool:
-        """Whether a row has this "job"."""
         return _key(job) in self._jobs
 
     def add(self, row: dict[str, Any]) -> None:

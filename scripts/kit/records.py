@@ -97,7 +97,6 @@ class Measurement:
 
     @property
     def verdict(self) -> str:
-        """Text with value and limits."""
         shown = "not measured" if self.value is None else f"{self.value:.6g} {self.unit}".strip()
         limits = [
             f"{word} {limit:g}"
@@ -144,7 +143,6 @@ class StepRecord:
         return self.status == "failed" or any(one.passed is False for one in self.measurements)
 
     def as_line(self) -> dict[str, Any]:
-        """Its line of results.jsonl."""
         return {"line": "step", "schema": SCHEMA, **asdict(self), "seconds": round(self.seconds, 1)}
 
     @classmethod

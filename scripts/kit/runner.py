@@ -150,7 +150,6 @@ def _why_not(step: Step, machine: Machine, records: Sequence[StepRecord]) -> str
 
 
 def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
-    """Run one step; every failure gives a record."""
     folder = out / "steps" / step.name
     folder.mkdir(parents=True, exist_ok=True)
     log = out / "logs" / f"{step.name}.log"

@@ -30,7 +30,6 @@ class Comparison:
         return 0 if self.compared else 2
 
     def lines(self) -> list[str]:
-        """Lines for a terminal."""
         found = [f"REGRESSION  {line}" for line in self.regressions]
         found += [f"better      {line}" for line in self.improvements]
         found += self.remarks
@@ -80,7 +79,6 @@ def compare(old: Run, new: Run) -> Comparison:
 def _one(
     found: Comparison, step: str, before: Measurement, now: Measurement | None, speeds: str, layouts: Any
 ) -> None:
-    """Compare one metric."""
     kind = KINDS[before.kind]
     what = f"{step}: {before.metric}"
     if before.kind == "fact" or before.value is None:

@@ -58,7 +58,6 @@ class Results:
         self, steps: Sequence[Step], machine: Machine, *, time_limit_scale: float, minutes: float | None,
         say: Callable[[str], None],
     ) -> int:  # fmt: skip
-        """Run steps and write their results; returns the exit status."""
         began, status, records = time.monotonic(), 0, self.run_of.steps
 
         def ended(record: StepRecord) -> None:
@@ -93,13 +92,11 @@ class Results:
         return list({**missing, **self.run_of.steps}.values())
 
     def write(self) -> None:
-        """Write the JSON and the text with the results so far."""
         found = json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
         replace_file(self.out / f"{self.name}.json", found)
         replace_file(self.out / f"{self.name}.txt", self.text())
 
     def text(self) -> str:
-        """The text of the run."""
         records, tiles = self.all_records(), self._tiles()
         wrong = _wrong(records, self._failed_tests(), tiles.wrong)
         lines = [

@@ -43,7 +43,6 @@ class Asked:
     def tell(
         self, metric: str, value: float | None, unit: str, kind: str, better: str = "higher", **more
     ) -> None:
-        """Write a measurement."""
         if value is not None:
             value = float(f"{value:.6g}")
             self.answers.values[metric] = value

@@ -16,7 +16,6 @@ _LIMIT_S = 2160.0
 
 
 def measurements(folder: Path) -> list[Measurement]:
-    """Measurements that `serve` has written."""
     return [Measurement.from_json(line) for line in read_lines(folder / "measurements.jsonl")]
 
 

@@ -38,7 +38,6 @@ MEANS_NOTHING = 3
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with the servers as `legs`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--minutes", type=positive, default=5.0, help="traffic on all servers together (5)")
     names = [leg.name for leg in LEGS]
@@ -74,7 +73,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
-    """Versions, machine and options of this run."""
     return {
         "schema": SCHEMA,
         "command": shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]),
@@ -87,7 +85,6 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """A few lines about one server."""
     for name in ("answers_complete", "found_tokens", "server_counts", "transfers_compared", "outputs"):
         if name in record:
             print(f"  {name.replace('_', ' ')}: {record[name]}")
@@ -98,7 +95,6 @@ def show(record: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Soak, print, write; returns the exit status."""
     options = parse()
     report: dict[str, Any] = {**facts(options), "legs": []}
     print(
@@ -115,7 +111,6 @@ def main() -> int:
 
 
 def soak_all(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Soak the servers; appends a record of each when it has ended."""
     with tempfile.TemporaryDirectory() as temporary:
         for leg in options.legs:
             try:
@@ -127,7 +122,6 @@ def soak_all(options: argparse.Namespace, records: list[dict[str, Any]]) -> None
 
 
 def finish(report: dict[str, Any], options: argparse.Namespace) -> int:
-    """Write the report and print the last lines; returns the exit status."""
     records, servers = report["legs"], len(options.legs)
     violations = report["violations"] = sum(len(record["violations"]) for record in records)
     if options.json:

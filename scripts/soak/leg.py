@@ -149,7 +149,6 @@ def _rounds(
 
 
 def _flush(server: Server, censuses: list[dict[str, Any]], violations: list[str]) -> None:
-    """Flush all caches but the store, and check that everything is free."""
     status, answer = post(server.port, "/flush_cache?timeout=30")
     if status != 200:
         violations.append(f"/flush_cache answered {status}: {answer[:200]!r}")

@@ -36,7 +36,6 @@ def take(groups: Iterable[HookGroup]) -> dict[str, dict[str, str]]:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Versions of distributions; None for a missing one."""
     found = {name: importlib.metadata.distributions(name=name) for name in names}
     return {name: next((one.version for one in copies), None) for name, copies in found.items()}
 

@@ -45,6 +45,7 @@ MODEL_RULES = HookGroup(
         "sglang_plugin.rules.host_tier",
         "sglang_plugin.rules.model",
         "sglang_plugin.server",
+        "srt.model",
     ),
 )
 #: Group of the process that launches a server with a layout.
@@ -70,7 +71,7 @@ POOLS = HookGroup(
 SPARSE_ATTENTION = HookGroup(
     "sparse attention",
     "--kv-cache-layout and KVPOOL_FIX_TOPK",
-    modules=("srt.pool.dsa",),
+    modules=("srt.attention.dsa_backend", "srt.pool.dsa"),
     is_used=lambda server: server.is_dsa,
 )
 
@@ -82,9 +83,7 @@ GROUPS = (
     POOLS,
     RANKS,
     HookGroup(
-        "dense MLA on a CPU",
-        _LAYOUT,
-        modules=("srt.attention.cpu", "srt.self_check.attention"),
+        *("dense MLA on a CPU", _LAYOUT, ("srt.attention.cpu", "srt.self_check.attention")),
         is_used=partial(_kvpool_attends, on_cpu=True),
     ),
     HookGroup(
@@ -99,21 +98,15 @@ GROUPS = (
         is_used=partial(_kvpool_attends, on_cpu=False),
     ),
     SPARSE_ATTENTION,
-    HookGroup(
-        "hybrid models",
-        _LAYOUT,
-        modules=("srt.pool.hybrid",),
-        is_used=lambda server: server.is_hybrid,
-    ),
+    HookGroup("hybrid models", _LAYOUT, ("srt.pool.hybrid",), lambda server: server.is_hybrid),
     HookGroup(
         "speculative decoding",
         "--speculative-algorithm",
-        modules=("srt.attention.draft",),
+        modules=("srt.attention.draft", "srt.pool.drafts"),
         is_used=lambda server: server.view.speculative_algorithm is not None,
     ),
     HookGroup(
-        "dense MLA of several ranks",
-        "--dcp-size",
+        *("dense MLA of several ranks", "--dcp-size"),
         is_used=lambda server: server.is_dense and server.view.dcp_size > 1,
     ),
     HookGroup(
@@ -121,9 +114,11 @@ GROUPS = (
         _TIER,
         modules=(
             "sglang_plugin.rules.host_sharing",
+            "srt.host.agreement",
             "srt.host.memory",
             "srt.host.rows",
             "srt.host.storage_mixin",
+            "srt.host.store_calls",
             "srt.pool.regions",
         ),
         is_used=lambda server: server.has_host_tier,
@@ -133,14 +128,10 @@ GROUPS = (
     HookGroup(
         "host tier of hybrid models",
         _TIER,
-        modules=("srt.host.states",),
+        modules=("srt.host.states", "srt.host.state_transfers"),
         is_used=lambda server: server.has_host_tier and server.is_hybrid,
     ),
-    HookGroup(
-        "disaggregation",
-        "--disaggregation-mode",
-        is_used=lambda server: server.disaggregates,
-    ),
+    HookGroup("disaggregation", "--disaggregation-mode", ("srt.peers",), lambda server: server.disaggregates),
     *(
         HookGroup(
             f"disaggregation over {backend} on a CPU",

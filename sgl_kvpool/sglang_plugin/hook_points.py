@@ -130,7 +130,6 @@ class HookGroup:
 
     @property
     def source_modules(self) -> tuple[str, ...]:
-        """Full names of all modules."""
         return (*self.declared.modules, *(f"{_PACKAGE}.{name}" for name in self.modules))
 
     def points(self) -> tuple[HookPoint, ...]:

@@ -68,14 +68,11 @@ def imports_of(module: str) -> Imports:
 
 
 def _path(module: str) -> Path | None:
-    """Source of a module of this package; None if there is no such module."""
     base = _ROOT.joinpath(*module.split(".")[1:])
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects the imports of a module in one pass over its syntax tree."""
-
     def __init__(self) -> None:
         self._depth = 0
         self._names: tuple[set[str], set[str]] = (set(), set())  # at import, in functions

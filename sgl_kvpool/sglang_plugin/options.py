@@ -38,12 +38,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option's flag on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def env(self) -> str:
-        """The environment variable that replaces the option."""
         return f"KVPOOL_{self.name.upper()}"
 
     @property
@@ -53,7 +51,6 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values of the argument."""
         return (self.default, *self.values)
 
     def parse(self, value: Any, given_as: str) -> str | None:
@@ -177,22 +174,18 @@ class KVPoolConfig:
 
 
 def config_of(server_args: Any) -> KVPoolConfig:
-    """The record of a `ServerArgs`."""
     return getattr(server_args, _RECORD, None) or KVPoolConfig()
 
 
 def store(server_args: Any, config: KVPoolConfig) -> None:
-    """Replace the record of a `ServerArgs`."""
     setattr(server_args, _RECORD, config)
 
 
 def record(server_args: Any, **changes: Any) -> None:
-    """Change fields of the record of a `ServerArgs`."""
     store(server_args, replace(config_of(server_args), **changes))
 
 
 def request(server_args: Any, values: Mapping[Option, str | None]) -> None:
-    """Record the values of flags or keywords."""
     _requested.update(option.name for option, value in values.items() if value not in (None, option.default))
     record(server_args, requested={option.name: value for option, value in values.items()})
 
@@ -214,7 +207,6 @@ def decided(server_args: Any) -> KVPoolConfig:
 
 
 def choose_arrangement(requested: str) -> KVArrangement:
-    """Arrangement for a value of --kv-cache-arrangement."""
     if requested != AUTO:
         return KVArrangement(requested)
     # Layer-major rows lie as in SGLang's own pool, and all readers support them. Reads of the other two have

@@ -11,6 +11,7 @@ from sgl_kvpool.sglang_plugin import options
 from sgl_kvpool.sglang_plugin.rules import attention, dsa
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt.facts.readers import DSA_BACKEND
+from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.row_pool import PoolOptions
@@ -96,8 +97,6 @@ class PoolRequest(Server):
         layers = self.layers_with_rows
         if layers is not None and self.configurator.is_draft_worker:
             layers = (0,)  # a hybrid draft is one MLA layer, to which SGLang's builder gives this number
-        from sgl_kvpool.srt.pool.k_scales import checked_k_scales
-
         return checked_k_scales(self.configurator.model, self.layout, self.readers, layers)
 
     def options(self) -> PoolOptions:

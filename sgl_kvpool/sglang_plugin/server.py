@@ -1,6 +1,6 @@
-"""A server as rules and hooks see it: each fact that follows from its arguments and its model, once."""
+"""A server as rules and hooks see it: each fact that follows from its arguments, once; `Model` has others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.sglang_plugin.options import KVPoolConfig, config_of
 from sgl_kvpool.sglang_plugin.registry import fields, uses
+from sgl_kvpool.srt.model import Model
 
 uses("sglang.srt.arg_groups.overrides.resolving_view", "arguments", takes=("server_args",))
 uses("sglang.srt.arg_groups.overrides.model_config_of", "arguments", takes=("server_args",))
@@ -30,7 +31,7 @@ fields(
 )
 
 
-class Server:
+class Server(Model):
     """A server's arguments and the facts that follow from them, each computed when it is first asked for.
 
     After a declaration to SGLang, rules get another `Server`.
@@ -43,14 +44,8 @@ class Server:
         self.server_args = server_args
         vars(self).update(facts)
 
-    @classmethod
-    def of_model(cls, model_config: Any) -> "Server":
-        """What is known of a model (SGLang's ModelConfig) without its server."""
-        return cls(None, model_config=model_config)
-
     @cached_property
     def config(self) -> KVPoolConfig:
-        """What was decided for the server."""
         return config_of(self.server_args)
 
     @cached_property
@@ -69,56 +64,17 @@ class Server:
 
     @cached_property
     def layout(self) -> MLAKVCacheLayout:
-        """Layout of the rows, of a server with one."""
         assert self.config.layout is not None
         return self.config.layout
 
     @cached_property
     def arrangement(self) -> KVArrangement:
-        """Arrangement of the rows."""
         return self.config.arrangement
-
-    # ---------------------------------------------------------------- the model
-
-    @cached_property
-    def model_name(self) -> str:
-        """Name of the model's class, for messages."""
-        return (getattr(self.model_config.hf_config, "architectures", None) or ["this model"])[0]
-
-    @cached_property
-    def is_dsa(self) -> bool:
-        """Whether the model has sparse attention."""
-        from sglang.srt.configs.model_config import is_deepseek_dsa
-
-        return is_deepseek_dsa(self.model_config.hf_config)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether every token attends all earlier ones, in the layers with rows."""
-        return not self.is_dsa
-
-    @cached_property
-    def layers_with_rows(self) -> Sequence[int] | None:
-        """Layers of a hybrid model that store rows; None for other models."""
-        from sglang.srt.configs.hybrid_arch import mambaish_config
-
-        hybrid = mambaish_config(self.model_config)
-        return None if hybrid is None else hybrid.full_attention_layer_ids
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether the model mixes MLA with linear attention."""
-        return self.layers_with_rows is not None
 
     @cached_property
     def row_format(self) -> RowFormat:
         """Format of the pool's rows; ValueError for a geometry that no layout stores."""
         return self.row_format_in(self.layout)
-
-    def row_format_in(self, layout: MLAKVCacheLayout) -> RowFormat:
-        """Format of the model's rows in some layout; ValueError for a geometry that it does not store."""
-        config = self.model_config
-        return layout.pool_row_format(config.kv_lora_rank, config.qk_rope_head_dim, is_dsa=self.is_dsa)
 
     # ---------------------------------------------------------------- attention
 
@@ -163,14 +119,8 @@ class Server:
         offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
         return bool(view.enable_hierarchical_cache or offloads)
 
-    @property
-    def has_no_tier(self) -> bool:
-        """Whether the server will build no host tier."""
-        return not self.has_host_tier
-
     @cached_property
     def host_layout(self) -> MLAKVCacheLayout:
-        """Layout of the rows in the host tier."""
         return self.config.host_tier.host_layout(self.layout)
 
     @cached_property

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from byte_model import WholeSequences, initialise, write_model
 
-from scripts.byte_model import WholeSequences, initialise, write_model
 from sgl_kvpool.demo.net import ByteMLAConfig
 
 

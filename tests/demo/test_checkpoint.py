@@ -7,15 +7,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from random_checkpoint import write_random_model
-
-from scripts.byte_model import (
+from byte_model import (
     SPECIAL_TOKEN,
     read_config,
     read_model,
     write_config,
     write_tokenizer,
 )
+from random_checkpoint import write_random_model
+
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLAConfig
 
 SMALL = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_model import read_config, read_model
 
-from scripts.byte_model import read_config, read_model
 from sgl_kvpool.demo.model import held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 

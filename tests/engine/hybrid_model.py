@@ -9,10 +9,10 @@ import math
 from pathlib import Path
 
 import torch
+from byte_model import write_tokenizer
 from hybrid_net import HybridConfig, HybridNet
 from safetensors.torch import save_file
 
-from scripts.byte_model import write_tokenizer
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID
 
 

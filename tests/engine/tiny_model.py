@@ -31,7 +31,8 @@ KNOWN = [TEXT[end : end + NEW_TOKENS] for _, end in CUTS]
 
 def write(folder, steps=180):
     """Train for some seconds and write the checkpoint; returns the folder."""
-    from scripts.byte_model import WholeSequences, initialise, write_model
+    from byte_model import WholeSequences, initialise, write_model
+
     from sgl_kvpool.demo.net import ByteMLAConfig
 
     ids = torch.tensor(list(TEXT.encode()))

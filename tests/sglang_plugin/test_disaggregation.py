@@ -157,7 +157,7 @@ def test_k_scales_are_compared(manager_of, bootstrap, prefill, decode, equal):
 def test_k_scales_of_a_pipeline_stage_cannot_be_compared(published):
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_kvpool.sglang_plugin.hooks.disaggregation import rows_name
+    from sgl_kvpool.srt.peers import rows_name
 
     scaled = device_pool("fp8", k_scales={START: 0.5})
     with get_parallel().override(pp_size=2):

@@ -14,7 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from managers import STRINGS, pool_of
 
-from sgl_kvpool.sglang_plugin.hooks import disaggregation, peer_mismatch
+from sgl_kvpool.sglang_plugin.hooks import peer_mismatch
+from sgl_kvpool.srt import peers
 
 
 class Decode:
@@ -105,7 +106,7 @@ def peer():
     def start(manager, drip=0.0, ranks_drip=0.0, body=None, **fields):
         asked = []
         described = {
-            **dict.fromkeys(disaggregation._SIZES, 1), "page_size": manager.kv_args.page_size,
+            **dict.fromkeys(peers.SIZES, 1), "page_size": manager.kv_args.page_size,
             "follow_bootstrap_room": True, "kv_cache_dtype": manager.kv_cache_dtype_str, **fields,
         }  # fmt: skip
         here = {"rank_ip": manager.local_ip, "rank_port": manager.rank_port}
@@ -163,8 +164,8 @@ def test_a_request_fails_and_its_prefill_server_is_told(pair, bootstrap, counted
     assert time.monotonic() - began >= peer_mismatch._HELD_SECONDS
     # The mismatch is remembered: a later request fails at once.
     assert decode.ensure({bootstrap: [two]}) == ({}, [])
-    found = told(prefill, seconds=peer_mismatch._TOLD_TIMES * peer_mismatch._TOLD_EVERY_SECONDS + 1)
-    assert found.count(71) == found.count(72) == peer_mismatch._TOLD_TIMES
+    found = told(prefill, seconds=peers.TOLD_TIMES * peers.TOLD_EVERY_SECONDS + 1)
+    assert found.count(71) == found.count(72) == peers.TOLD_TIMES
     for request in (one, two):
         assert request.kv_receiver.conclude_state == KVPoll.Failed
         assert "KV cache layout mismatch: " in (text := failure(request))
@@ -202,7 +203,7 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
     """SGLang's request has a timeout for each read, which a byte a second never reaches."""
     prefill, decode = pair
     decode.queue._max_ensure_retries = 1
-    monkeypatch.setattr(peer_mismatch, "_ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 2.0)
     slow_ones = [peer(prefill, **slow)[0] for _ in range(12)]
     fit, _ = peer(decode.queue.kv_manager)
     requests = {a: [decode.request(a, 80 + n)] for n, a in enumerate([*slow_ones, fit, bootstrap])}
@@ -222,7 +223,7 @@ def test_no_more_threads_can_be_started(pair, bootstrap, counted, monkeypatch):
     _, decode = pair
     asked, refused = decode.request(bootstrap, 71), decode.request("127.0.0.1:1", 72)
     peer_mismatch._peers["127.0.0.1:1"] = peer_mismatch._Peer(Future(), time.monotonic() - 5, "other rows")
-    monkeypatch.setattr(peer_mismatch, "_loop", functools.cache(peer_mismatch._loop.__wrapped__))
+    monkeypatch.setattr(peers, "_loop", functools.cache(peers._loop.__wrapped__))
 
     def refuse(_):
         raise RuntimeError("can't start new thread")
@@ -236,7 +237,7 @@ def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch
     """Nobody takes them at the address of a rank that has ended; requests fail all the same."""
     prefill, decode = pair
     prefill.server_socket.close(0)
-    monkeypatch.setattr(peer_mismatch, "_notified", asyncio.Semaphore(3))
+    monkeypatch.setattr(peers, "_notified", asyncio.Semaphore(3))
     requests = [decode.request(bootstrap, room) for room in range(71, 171)]
     assert decode.settled({bootstrap: requests}, seconds=4) == set()
     until = time.monotonic() + 5

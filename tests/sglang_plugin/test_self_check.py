@@ -19,10 +19,10 @@ UNTESTED = "SGLang 0.6.1 is not a version this release was tested with"
 def scheduler(published, monkeypatch):
     """Scheduler attributes that the self-check reads: real pool, backend, request table and layer."""
     from sgl_kvpool.sglang_plugin import hook_points
-    from sgl_kvpool.sglang_plugin.hooks import disaggregation
+    from sgl_kvpool.srt import peers
 
     monkeypatch.setattr(hook_points, "version_problem", lambda: UNTESTED)
-    monkeypatch.setattr(disaggregation, "POOLS", set())
+    monkeypatch.setattr(peers, "POOLS", set())
     monkeypatch.setattr("sglang.srt.runtime_context.attention_backends", lambda: ("kvpool_mla",) * 2)
     case = Case("fp4", [1], [0], monkeypatch)
     runner = case.runner
@@ -105,12 +105,13 @@ def test_a_check_that_cannot_be_run_refuses_the_start(scheduler):
 def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
     """A rank that finds a difference tells the others, which would wait in the tier's check otherwise."""
     from sgl_kvpool.attention import cpu
-    from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
+    from sgl_kvpool.sglang_plugin.hooks import self_check
+    from sgl_kvpool.srt.host import agreement
 
     asked = []
     monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
     monkeypatch.setattr("sgl_kvpool.srt.self_check.check_tier", lambda *_: pytest.fail("began"))
-    monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: asked.append(good))
+    monkeypatch.setattr(agreement, "all_ranks", lambda controller, good: asked.append(good))
     if not local:
         monkeypatch.setattr(cpu, "attend_lists", lambda out, *_, **__: out.zero_())
     with pytest.raises(Refusal, match="failed on another rank" if local else "found a difference: attention"):
@@ -119,10 +120,11 @@ def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
 
 
 def test_a_check_of_the_tier_that_fails_names_its_way_out(scheduler, monkeypatch):
-    from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
+    from sgl_kvpool.sglang_plugin.hooks import self_check
+    from sgl_kvpool.srt.host import agreement
 
     monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
-    monkeypatch.setattr(ranks, "all_ranks", lambda controller, good: good)
+    monkeypatch.setattr(agreement, "all_ranks", lambda controller, good: good)
     with pytest.raises(
         Refusal, match="; serve without --enable-hierarchical-cache, or without --kv-cache-layout, and"
     ):

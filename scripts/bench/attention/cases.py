@@ -58,7 +58,6 @@ class Workload:
 
     @classmethod
     def of(cls, case: dict[str, Any]) -> Workload:
-        """The workload of a case."""
         return cls(**{one.name: case[one.name] for one in fields(cls) if one.name in case})
 
     def as_case(self) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class Problem:
         return self._expected[query, number]
 
     def new_out(self) -> torch.Tensor:
-        """An uninitialised tensor for a result."""
         return self.q.new_empty((*self.q.shape[:2], self.fmt.kv_lora_rank))
 
 

@@ -37,8 +37,6 @@ class Prepared:
 
 
 class Runner:
-    """One way to compute attention."""
-
     needs_cuda = True
 
     def load(self, device: Any) -> None:

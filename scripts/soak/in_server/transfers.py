@@ -93,7 +93,6 @@ def _compare(
 
 
 def watch() -> None:
-    """Start to compare transfers."""
     tier = HierarchicalMLAHostPool
     back_up, load = tier.backup_from_device_all_layer, tier.load_to_device_per_layer
     fill = tier.set_from_flat_data_page

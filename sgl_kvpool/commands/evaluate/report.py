@@ -103,7 +103,6 @@ def with_differences(results: Sequence[Result], scores_of: Callable[[str], Score
 
 
 def measured_on() -> dict[str, Any]:
-    """Versions, machine and date of a measurement."""
     return {
         "sgl_kvpool": __version__,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
@@ -198,7 +197,6 @@ def _percent(difference: Difference) -> str:
 
 
 def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
-    """Write all results, with the `facts` of the measurement."""
     fields = {"schema": SCHEMA, **facts, "results": [asdict(result) for result in results]}
     replace_file(path, json.dumps(fields, indent=1) + "\n")
 

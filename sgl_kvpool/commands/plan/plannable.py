@@ -8,6 +8,7 @@ from typing import Any
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
 from sgl_kvpool.sglang_plugin.rules.attention import check_ranks
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt.model import Model
 
 #: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
 #: transformers uses the value of one model of the family, such as a latent of 512.
@@ -41,7 +42,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
         return
     given = {name for name, _ in _fields(json.loads(file.read_text(encoding="utf-8", errors="replace")))}
     if missing := [names[0] for names in _GEOMETRY if not given.intersection(names)]:
-        name = Server.of_model(model_config).model_name
+        name = Model(model_config).model_name
         raise IncompleteConfig(
             f"config.json of {name} lacks {' and '.join(missing)}, which the cache's size depends on, and "
             "another model's default would be used; take the checkpoint's config.json"
@@ -93,7 +94,7 @@ def check_heads(model_config: Any) -> None:
     if heads % ranks:
         raise ValueError(
             f"{ranks} attention ranks do not divide the {heads} heads of "
-            f"{Server.of_model(model_config).model_name}; give --tp a divisor of them"
+            f"{Model(model_config).model_name}; give --tp a divisor of them"
         )
 
 

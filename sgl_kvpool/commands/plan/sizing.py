@@ -14,11 +14,11 @@ from typing import Any
 from sgl_kvpool.commands.named_model import weights_gib
 from sgl_kvpool.commands.plan import plannable
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.server import Server
 from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
 from sgl_kvpool.srt.facts.topk_transform import KVPOOL_DECODE
+from sgl_kvpool.srt.pool.drafts import own_draft, packed_layers
 from sgl_kvpool.transfer.host_options import NODE
 
 _GIB = 1 << 30
@@ -260,7 +260,7 @@ def _facts(server: Server, stages: list[Any]) -> dict[str, Any]:
 
 def _attention(server: Server) -> dict[str, str]:
     """Prefill and decode backends of a layout, or of SGLang's own pool, and the reason for them."""
-    from sgl_kvpool.sglang_plugin.rules.dsa import is_ours, table_names
+    from sgl_kvpool.srt.facts.topk_transform import is_ours, table_names
 
     layout, view = server.config.layout, server.view
     if not server.is_dsa:
@@ -269,7 +269,7 @@ def _attention(server: Server) -> dict[str, str]:
         return {"prefill": prefill, "decode": decode, "why": why}
     pair = view.dsa_prefill_backend, view.dsa_decode_backend
     if layout is not None:
-        pair = table_names(layout, *pair, ours=is_ours(layout, view.dcp_size))
+        pair = table_names(*pair, ours=is_ours(layout, view.dcp_size))
     why = _why(layout, pair[1] == KVPOOL_DECODE, sparse=True)
     if layout is not None and view.dcp_size > 1:
         pair = KVPOOL_DECODE, KVPOOL_DECODE

@@ -55,6 +55,5 @@ def end(process: subprocess.Popen[bytes] | Forked, grace_s: float) -> int:
 
 
 def kill(process: subprocess.Popen[bytes] | Forked) -> None:
-    """Kill all processes of a program's group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

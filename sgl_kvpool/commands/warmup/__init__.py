@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile and report; returns 1 if a step failed."""
     model = None if arguments.model is None else find_model(arguments.model)
     with progress("importing SGLang"):
         import sglang  # noqa: F401  # first: it sets cache folders that other imports read

@@ -178,7 +178,7 @@ def _of_one_rank(use: Callable[[], object]) -> None:
 
 def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
     from sgl_kvpool.commands.warmup.attention import SparseRows
-    from sgl_kvpool.sglang_plugin.rules.dsa import is_ours
+    from sgl_kvpool.srt.facts.topk_transform import is_ours
 
     rows, steps = SparseRows(served, layout, device), []
     if not layout.is_sglang_native or served.dcp_size > 1:

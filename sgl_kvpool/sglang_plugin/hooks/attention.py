@@ -7,13 +7,12 @@ SGLang's models select code by a backend's name. SGLang treats a name that is mi
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
 from sgl_kvpool.sglang_plugin.registry import installs, uses
 from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
+from sgl_kvpool.srt.pool.drafts import require_mla
 
 #: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"
-
 
 #: Hook groups of the backend.
 _GROUPS = ("dense MLA on a CPU", "dense MLA on CUDA")
@@ -54,7 +53,6 @@ def name_lists() -> tuple[list[str], ...]:
 
 
 def register_names() -> None:
-    """Add our backend's name to DeepSeek's attention and to the lists of backend names."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     reads_rows = env.flag(env.PREFILL_READS_ROWS)
@@ -100,7 +98,6 @@ def _absorbed(attention: Any, forward_batch: Any):
 
 
 def backend_class(device: str) -> type:
-    """Class of our backend for a target on a device."""
     if device == "cpu":
         from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 

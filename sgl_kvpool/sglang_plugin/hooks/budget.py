@@ -2,11 +2,11 @@
 
 import math
 
-from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, uses
-from sgl_kvpool.sglang_plugin.rules.dsa import is_ours
 from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
+from sgl_kvpool.srt.facts.topk_transform import is_ours
+from sgl_kvpool.srt.pool.drafts import own_draft, packed_layers
 
 _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 

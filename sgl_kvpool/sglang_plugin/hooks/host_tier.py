@@ -8,10 +8,19 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal, Way
-from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, uncached, weights
-from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows, wrap_calls
+from sgl_kvpool.sglang_plugin.hooks import state_tier, weights
 from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of, record
 from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.srt.host import agreement, state_transfers
+from sgl_kvpool.srt.host.memory import require_room, warn_of_small_tier
+from sgl_kvpool.srt.host.store_calls import wrap_calls
+from sgl_kvpool.srt.host.tier_bytes import (
+    TierBytes,
+    capacity,
+    has_our_tier,
+    holds_our_rows,
+    own_draft_bytes,
+)
 from sgl_kvpool.transfer.host_options import NODE, RANK
 from sgl_kvpool.transfer.store_folders import FILE_STORES
 
@@ -52,8 +61,6 @@ def _estimate_hicache_bytes(original, params, draft_plan):
     SGLang counts the device's bytes. A narrower host layout has more tokens for the same bytes of rows, and
     index keys and a draft's own tier get a slot for each.
     """
-    from sgl_kvpool.srt.host.tier_bytes import TierBytes, has_our_tier
-
     pool = params.token_to_kv_pool_allocator.get_kvcache()
     if not has_our_tier(getattr(pool, "full_kv_pool", pool)):
         return original(params, draft_plan)
@@ -75,12 +82,11 @@ def _estimate_hicache_bytes(original, params, draft_plan):
 def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     """The host pool of a target, with the drafts that are packed with it."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-    from sgl_kvpool.srt.host.tier_bytes import has_our_tier
 
     if not has_our_tier(kv_pool):
         tier = original(kv_pool=kv_pool, **kwargs)
         _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())))
-        uncached.warn_of_small_tier(tier, kv_pool)
+        warn_of_small_tier(tier, capacity(kv_pool))
         return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory, get_parallel, get_server_args
@@ -105,7 +111,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         )
 
     try:
-        tier = build(ranks.sharing_ranks(kv_pool.host_tier))
+        tier = build(agreement.sharing_ranks(kv_pool.host_tier))
     except SharingRefused as refused:  # on all ranks
         if not kv_pool.host_tier.may_unshare:
             raise
@@ -114,7 +120,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         record(get_server_args(), host_tier=replace(kv_pool.host_tier, sharing=RANK))  # what is in use
         tier = build(None)
     state_tier.row_tier_built(tier)
-    uncached.warn_of_small_tier(tier, kv_pool)
+    warn_of_small_tier(tier, capacity(kv_pool))
     return tier
 
 
@@ -159,9 +165,7 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     """The host pool of a draft that is not packed with its target."""
     from sglang.srt.runtime_context import get_server_args
 
-    from sgl_kvpool.srt.host.memory import require_room
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-    from sgl_kvpool.srt.host.tier_bytes import has_our_tier, own_draft_bytes
 
     if config_of(get_server_args()).host_tier.sharing == NODE:
         # The launcher chooses sharing only beside drafts that are packed. SGLang would give this pool as many
@@ -217,7 +221,7 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
         # environment. If its prefetch thread made that call, every prompt meanwhile would wait and miss.
         get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
     result = original(self, storage_backend, *args, model_name=model_name, **kwargs)
-    wrap_calls(self.storage_backend, state_tier.store_calls(self) if holds_our_rows(pool) else {})
+    wrap_calls(self.storage_backend, state_transfers.store_calls(self) if holds_our_rows(pool) else {})
     return result
 
 
@@ -242,30 +246,30 @@ def _load(
     arguments = (host_indices, priority, node_id, extra_pools)
     if not holds_our_rows(pool):
         return original(self, *arguments, device_indices=device_indices, **kwargs)
-    problem = pool.host_indices_problem(host_indices) or state_tier.host_problem(self, extra_pools)
+    problem = pool.host_indices_problem(host_indices) or state_transfers.host_problem(self, extra_pools)
     for entry in self.mem_pool_host.entries:  # drafts, which load the target's slots too
         if entry.host_pool is not pool and holds_our_rows(entry.host_pool):
             problem = problem or entry.host_pool.host_indices_problem(host_indices, allocated_here=False)
     if problem is None and device_indices is not None:
         problem = pool.device_indices_problem(device_indices)
-    problem = problem or state_tier.device_problem(self, extra_pools)
-    if ranks.load_is_miss(self, pool, host_indices, problem):
+    problem = problem or state_transfers.device_problem(self, extra_pools)
+    if agreement.load_is_miss(self, pool, host_indices, problem):
         return None
     queued = len(self.load_queue)
     found = original(self, *arguments, device_indices=device_indices, **kwargs)
     if found is None:
         return None
-    problem = pool.device_indices_problem(found) or state_tier.device_problem(self, extra_pools)
+    problem = pool.device_indices_problem(found) or state_transfers.device_problem(self, extra_pools)
     if problem is not None:
         problem += ", from the allocator of the device pool"
     # No rank checks slot lists on a GPU (`device_indices_problem`), so there is nothing to agree on.
-    if found.device.type == "cpu" and ranks.load_is_miss(self, pool, host_indices, problem):
+    if found.device.type == "cpu" and agreement.load_is_miss(self, pool, host_indices, problem):
         # SGLang's allocator returned slots that do not form pages of the pool, or the same slot twice. No
         # rank frees them: a second owner of a slot would read the first one's rows, and all ranks must keep
         # equally many free slots.
         del self.load_queue[queued:]
         return None
-    state_tier.join_states(self, self.load_queue[-1])
+    state_transfers.join_states(self, self.load_queue[-1])
     return found
 
 
@@ -274,11 +278,13 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
     """Queue a backup if the slot lists of rows and states are valid; None leaves the node not backed up."""
     pool = self.mem_pool_host.anchor_entry.host_pool
     if holds_our_rows(pool):
-        problem = pool.device_indices_problem(device_indices) or state_tier.device_problem(self, extra_pools)
+        problem = pool.device_indices_problem(device_indices) or state_transfers.device_problem(
+            self, extra_pools
+        )
         # Ranks that share a tier allocate its pages alike, so no rank may refuse alone. Slot lists on a GPU
         # are not checked, so no rank finds a problem in them.
         agrees = pool.shared is not None and device_indices.device.type == "cpu"
-        if not (ranks.all_ranks(self, problem is None) if agrees else problem is None):
+        if not (agreement.all_ranks(self, problem is None) if agrees else problem is None):
             metrics.failed("backup_pages", problem or "on another rank")
             return None
     return original(self, device_indices, priority, node_id, extra_pools, **kwargs)

@@ -76,7 +76,7 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     if groups is None:
         with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
-    # Part of the names of weights, the same for the ranks of all replicas (`hooks.weights`).
+    # Part of the names of weights, the same for the ranks of all replicas (`srt.host.served_weights`).
     options.record(server_args, weights_random=secrets.token_hex(16))
     path = startup.refusal_path(server_args)
     with (

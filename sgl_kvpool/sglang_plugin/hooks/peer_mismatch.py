@@ -5,35 +5,20 @@ ends if the rows differ; the prefill server, and a router's client, wait for the
 (`SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`). Here, one thread asks prefill servers and notifies them.
 """
 
-import asyncio
-import functools
-import ipaddress
-import json
-import logging
-import threading
 import time
-from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import zmq
-
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin.hooks.disaggregation import PeerMismatch, check_peer, short
 from sgl_kvpool.sglang_plugin.registry import around, uses
+from sgl_kvpool.srt.peers import PeerMismatch, ask, check_peer, notify_of_refusal, short, start
 
-logger = logging.getLogger(__name__)
-
-#: How a request names a rank.
-_RANK = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-#: Limits of an answer, and of requests that prefill servers are being notified of.
-_ANSWER_SECONDS, _ANSWER_BYTES, _MOST_NOTIFIED = 5.0, 1 << 16, 256
 #: A mismatch is remembered (the server may be restarted), and its first requests are held, so that all ranks
-#: of this server know why they fail. A prefill server forgets what it hears of a request in its own queue.
-_REMEMBERED_SECONDS, _HELD_SECONDS, _TOLD_TIMES, _TOLD_EVERY_SECONDS = 10.0, 1.0, 8, 0.25
+#: of this server know why they fail.
+_REMEMBERED_SECONDS, _HELD_SECONDS = 10.0, 1.0
 
 _CONN, _GROUP = "sglang.srt.disaggregation.common.conn", "disaggregation"
 uses(f"{_CONN}.CommonKVManager.record_failure", _GROUP, takes=("self", "bootstrap_room", "failure_reason"))
@@ -51,79 +36,11 @@ class _Peer:
 
 #: Prefill servers that are not known to match, by address.
 _peers: dict[str, _Peer] = {}
-_notified = asyncio.Semaphore(_MOST_NOTIFIED)
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="kvpool-peers", daemon=True).start()
-    return loop
-
-
-def _start(work: Coroutine[Any, Any, Any]) -> Future[Any]:
-    """Let the thread do some work; if no thread can be started, the work fails."""
-    try:
-        return asyncio.run_coroutine_threadsafe(work, _loop())
-    except RuntimeError as error:
-        work.close()
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
-
-
-async def _get(address: str, *rank: int) -> dict[str, Any]:
-    """A prefill server's answer about a rank, or about all ranks if the numbers are -1."""
-    import aiohttp
-
-    limit = aiohttp.ClientTimeout(_ANSWER_SECONDS)
-    url, query = f"http://{address}/route", dict(zip(_RANK, rank, strict=True))
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=limit, raise_for_status=True, trust_env=True) as session,
-            session.get(url, params=query) as response,
-        ):
-            body = b""
-            while part := await response.content.read(_ANSWER_BYTES + 1 - len(body)):
-                body += part
-        return {**json.loads(body)}
-    except Exception as error:  # whatever a peer answers instead is no answer
-        raise ValueError(short(repr(error))) from None
-
-
-async def _notify(address: str, answer: Future[dict[str, Any]], manager: Any, room: int) -> None:
-    """Notify the first rank of each DP rank that may have a request; if it fails there, all ranks fail it."""
-    from sglang.srt.disaggregation.common.conn import AbortNotification
-    from sglang.srt.utils.network import NetworkAddress
-
-    message = AbortNotification(room, manager.local_ip, manager.rank_port).to_zmq()
-
-    async def notify(dp_rank: int) -> None:
-        rank = await _get(address, dp_rank, 0, 0, 0)
-        ip = str(ipaddress.ip_address(rank["rank_ip"]))  # a name could hold up ZeroMQ's thread
-        # A context of its own would have threads of its own.
-        with manager.server_socket.context.socket(zmq.PUSH) as socket:
-            socket.linger, socket.ipv6 = 1000, True
-            socket.connect(NetworkAddress(ip, int(rank["rank_port"])).to_tcp())
-            for _ in range(_TOLD_TIMES):
-                socket.send_multipart(message, zmq.DONTWAIT)
-                await asyncio.sleep(_TOLD_EVERY_SECONDS)
-
-    try:
-        if _notified.locked():
-            raise RuntimeError(f"{_MOST_NOTIFIED} others are being notified")
-        async with _notified:
-            dp_size, by_room = (answer.result()[name] for name in ("dp_size", "follow_bootstrap_room"))
-            dp_ranks = [room % dp_size] if by_room else range(min(dp_size, _MOST_NOTIFIED))
-            await asyncio.gather(*map(notify, dp_ranks))
-    except Exception as error:  # whatever a peer answers is its own failure
-        text = "sgl-kvpool: the prefill server at %s is not notified of a refused request: %s"
-        logger.warning(text, short(address), short(repr(error)))
 
 
 def _peer(address: str) -> _Peer:
     if address not in _peers:
-        _peers[address] = _Peer(_start(_get(address, -1, -1, -1, -1)), time.monotonic())
+        _peers[address] = _Peer(start(ask(address, -1, -1, -1, -1)), time.monotonic())
     return _peers[address]
 
 
@@ -157,7 +74,7 @@ def _holds(peer: _Peer, receiver: Any) -> bool:
     if not is_held:
         metrics.failed("peer_mismatch", f"room {room}: {peer.text}")
         receiver.abort()
-        _start(_notify(receiver.bootstrap_addr, peer.answer, manager, room))
+        start(notify_of_refusal(receiver.bootstrap_addr, peer.answer, manager, room))
     manager.record_failure(room, peer.text)
     return is_held
 

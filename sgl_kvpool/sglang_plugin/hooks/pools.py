@@ -9,12 +9,13 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal, leave_out
-from sgl_kvpool.sglang_plugin.hooks import disaggregation, weights
 from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, ERROR_SAMPLE, HOST_LAYOUT, LAYOUT, config_of
 from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
 from sgl_kvpool.sglang_plugin.server import Server
+from sgl_kvpool.srt import peers
+from sgl_kvpool.srt.pool.k_scales import follow_k_scales
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +91,8 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"the requested arrangement is {arrangement}, but SGLang built a {pool.kv_cache_arrangement} "
             "pool; leave out --kv-cache-arrangement, and report the server's arguments"
         )
-    disaggregation.POOLS.add(pool.row_pool)
-    weights.follow_k_scales(pool, request.k_scales)
+    peers.POOLS.add(pool.row_pool)
+    follow_k_scales(pool, request.k_scales)
     if not self.is_draft_worker:
         _publish_metrics(self.server_args)
         _warn_of_prompts_that_wait(pool.row_pool, self.model_config.context_len)

@@ -8,11 +8,14 @@ from typing import Any
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points, startup
-from sgl_kvpool.sglang_plugin.hooks import attention, disaggregation, dsa, ranks
-from sgl_kvpool.sglang_plugin.hooks.stores import holds_our_rows
+from sgl_kvpool.sglang_plugin.hooks import attention
 from sgl_kvpool.sglang_plugin.options import LAYOUT
 from sgl_kvpool.sglang_plugin.registry import around
+from sgl_kvpool.srt import peers
+from sgl_kvpool.srt.attention.dsa_backend import attend, reader_of
 from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
+from sgl_kvpool.srt.host import agreement
+from sgl_kvpool.srt.host.tier_bytes import holds_our_rows
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +53,13 @@ def run(scheduler: Any) -> None:
     controller = _controller(scheduler.tree_cache)
     if controller is not None:
         # The tier's check runs collectives: every rank starts it or none does.
-        if not ranks.all_ranks(controller, problem is None) and problem is None:
+        if not agreement.all_ranks(controller, problem is None) and problem is None:
             problem = Refusal(f"the self-check at start ({why}) failed on another rank, see its line")
         elif problem is None:
             try:
                 from sgl_kvpool.srt.self_check import check_tier
 
-                found.append(check_tier(controller, lambda good: ranks.all_ranks(controller, good)))
+                found.append(check_tier(controller, lambda good: agreement.all_ranks(controller, good)))
             except Exception as error:  # as above
                 problem = _refusal(error, why, _WITHOUT_TIER)
     if problem is not None:
@@ -68,7 +71,6 @@ def run(scheduler: Any) -> None:
 
 
 def _why_due(device: str) -> str | None:
-    """Why a scheduler has to run the self-check; None if it need not."""
     if hook_points.version_problem() is not None:
         return "this SGLang is not a tested one"
     return _NO_RUN if device.startswith("cuda") else None
@@ -90,53 +92,27 @@ def _local_checks(runner: Any) -> Iterator[str]:
     """Check rows of target and drafts, then the target's attention; yield a text for each check."""
     from sglang.srt.runtime_context import attention_backends
 
+    from sgl_kvpool.srt.attention.layers import nested, outer_absorbed_layers
     from sgl_kvpool.srt.self_check import check_backend, check_lists, check_rows
 
     pool = runner.token_to_kv_pool
     yield check_rows(pool)
-    for draft in list(disaggregation.POOLS):
+    for draft in list(peers.POOLS):
         if draft is not pool.row_pool:
             yield f"{check_rows(draft)} of a draft model"
-    layers = _absorbed_layers(runner.model, pool)
+    layers = outer_absorbed_layers(runner.model, pool)
     # Without our backend, its hook groups were not checked, so its modules may fail to import on this SGLang.
     ours = attention.backend_class(runner.device) if KVPOOL_BACKEND in attention_backends() else ()
-    for backend in _nested(runner.attn_backend):
+    for backend in nested(runner.attn_backend):
         for layer in layers:
             if isinstance(backend, ours):
                 yield check_backend(backend, layer)
-            elif dsa.reader_of(backend) is not None:
+            elif reader_of(backend) is not None:
                 # SGLang's sparse backend needs a model's indexer, so the check calls the backend's reader.
-                attend = partial(dsa.attend, backend)
-                found = check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, attend)
+                by_lists = partial(attend, backend)
+                found = check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, by_lists)
                 ranks = backend.dcp_size
                 yield found + (f" with the heads of {ranks} ranks" if ranks > 1 else "")
-
-
-def _nested(backend: Any) -> list[Any]:
-    """A backend and those nested in it, for hybrid models and for two batches that overlap."""
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-
-    found = [backend]
-    for outer in found:  # the loop extends the list
-        inside = list(getattr(outer, "__dict__", {}).values())
-        inside += [one for part in inside if isinstance(part, list) for one in part]
-        found += [one for one in inside if isinstance(one, AttentionBackend) and one not in found]
-    return found
-
-
-def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
-    """First and last of a model's absorbed attention layers that have rows."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    from sgl_kvpool.srt.attention.layers import is_absorbed
-
-    # With --dcp-size a layer has two: the later one, for decode, has the heads of all ranks.
-    layers = {
-        module.layer_id: module
-        for module in model.modules()
-        if isinstance(module, RadixAttention) and pool.has_rows(module.layer_id) and is_absorbed(module, pool)
-    }
-    return [layers[layer_id] for layer_id in sorted({min(layers), max(layers)})] if layers else []
 
 
 def _controller(tree: Any) -> Any:

@@ -35,7 +35,6 @@ _ARG_GROUPS = "sglang.srt.arg_groups"
 _EXTENDED = "_kvpool_extended"
 _installed = False
 
-
 uses(f"{_ARG_GROUPS}.resolution_hooks.register_resolution_hook", "arguments", takes=("name",))
 uses(f"{_ARG_GROUPS}.overrides.declare_resolution", "arguments", takes=("server_args", "source"))
 
@@ -214,7 +213,7 @@ RULES_AFTER: _Rules = (
     (_ALL, features.check),
     (_ALL, arguments.check_page),
     (_ALL, arguments.check_chunk),
-    ("has_no_tier", host_tier.check_without_tier),
+    (_ALL, host_tier.check_without_tier),
     ("has_host_tier", host_sharing.choose),
     ("has_host_tier", host_tier.check_host_tier),
     ("has_our_tier", host_tier.check_host_arguments),

@@ -3,14 +3,11 @@
 Also, the events of a host tier go on while a server is paused.
 """
 
-import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sgl_kvpool import metrics
 from sgl_kvpool.sglang_plugin.registry import around, uses
-
-logger = logging.getLogger(__name__)
 
 #: Nodes of a tree that were given to the store since it was attached at run time; absent for other trees.
 #: The pages that the tier has when a store is attached are not in the store.
@@ -23,40 +20,6 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 uses(f"{_TREE}.is_backuped", "host tier", takes=("self", "node_id"))
 uses(f"{_SCHEDULER}._process_hicache_events", "host tier", takes=("self", "should_retry_storage_prefetch"))
-
-
-def warn_of_small_tier(tier: Any, pool: Any) -> None:
-    """Log that a host tier has fewer tokens than the device's pool, if prompts are then not backed up.
-
-    `write_back` backs up what leaves the device, so that the two do not hold the same pages.
-    """
-    from sglang.srt.runtime_context import get_memory
-
-    from sgl_kvpool.srt.host.tier_bytes import capacity
-
-    memory, tokens = get_memory(), capacity(pool) * tier.dcp_size
-    in_tree = memory.enable_hierarchical_cache and memory.hicache_host_memory_mode == "cache"
-    if not in_tree or memory.hicache_write_policy == "write_back" or tier.logical_size >= tokens:
-        return
-    rounded = tier.logical_size - tier.logical_page_size  # SGLang rounds up
-    wanted = memory.hicache_ratio * tokens / max(rounded, 1)
-    if memory.hicache_size:
-        given = "--hicache-size"
-    elif memory.hicache_host_memory_fraction is None:
-        given = f"--hicache-ratio of at least {wanted:.2f}"
-    else:
-        given = (
-            f"--hicache-host-memory-fraction (it is {memory.hicache_host_memory_fraction}, and SGLang has "
-            f"lowered the ratio to {memory.hicache_ratio:.2f}; {wanted:.2f} is needed)"
-        )
-    logger.warning(
-        "sgl-kvpool: the host tier has %d tokens and the device's pool %d: pages on the device fill the "
-        "tier, and further prompts are neither backed up nor stored; give a larger %s, or "
-        "--hicache-write-policy write_back",
-        tier.logical_size,
-        tokens,
-        given,
-    )
 
 
 @around(f"{_TREE}._execute_kv_backup", "host tier")

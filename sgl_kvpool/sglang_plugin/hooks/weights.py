@@ -7,157 +7,20 @@ backup or a prefetch is under way, so no page of the old weights gets a key of t
 servers that store what they generate may have such pages left; these keep the old name, or are not stored.
 """
 
-from __future__ import annotations
-
-import hashlib
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool.sglang_plugin.options import config_of
 from sgl_kvpool.sglang_plugin.registry import around, uses
-
-if TYPE_CHECKING:
-    from sgl_kvpool.srt.pool.row_pool import RowPool
+from sgl_kvpool.srt.host.served_weights import SERVED
+from sgl_kvpool.srt.pool.k_scales import followed_digest, take_k_scales
 
 logger = logging.getLogger(__name__)
-
-#: Versions that name no weights; "default" is SGLang's for servers that give none.
-_UNNAMED = (None, "", "default")
-#: Hexadecimal digits of a key that name the weights.
-_DIGITS = 16
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 uses(f"{_UPDATER}._select_runners", "pools", takes=("self", "selector"))
-
-
-class ServedWeights:
-    """The weights that this process serves, and their name in the keys of stores.
-
-    All ranks see the same updates, so they agree on names without a message. The version that an update gives
-    names the weights if it differs from the one before; otherwise the number of updates and a random part,
-    which the ranks have in common, do. After an update that failed or loaded nothing, the random part is that
-    of one replica, since another one's weights may differ. Without an update and a version, keys contain no
-    name.
-
-    `digits`: The name as the last digits of a key; empty for none.
-    `unsettled`: Whether the weights may have changed since they were named. SGLang's threads for stores read
-      both.
-    `has_store`: Whether a store was attached.
-    `first_operation`: Id of the first operation of SGLang's for a store that can have rows of these weights.
-    """
-
-    def __init__(self) -> None:
-        self.digits = ""
-        self.unsettled = self.has_store = False
-        self.first_operation = 0
-        self._thread = threading.local()
-        self._random: str | None = None
-        self._of_replica: str | None = None
-        self._updates = 0
-        #: Version that the last update gave, and the one before it.
-        self._version: str | None = None
-        self._before: str | None = None
-        # Of a session: whether one is open, its last call has loaded weights, one has failed, and SGLang's
-        # caches were flushed after the last.
-        self._is_open = self._loaded = self._failed = self._flushed = False
-
-    def key(self, key: str) -> str:
-        """Key of a page of these weights, as long as SGLang's, because names of files are limited.
-
-        The last digits of the hash make room for those of the weights. A key of these weights stays as it is.
-        """
-        digits = getattr(self._thread, "digits", self.digits)
-        return key[: len(key) - len(digits)] + digits
-
-    def keys(self, keys: Sequence[str]) -> list[str]:
-        """`key` of several pages."""
-        return [self.key(key) for key in keys]
-
-    @contextmanager
-    def storing(self) -> Iterator[None]:
-        """Keep the name for this thread inside the block, in which the weights may get another one."""
-        self._thread.digits = self.digits
-        try:
-            yield
-        finally:
-            del self._thread.digits
-
-    def start(self, version: str, random: str, of_replica: str, k_scales: str) -> None:
-        """Name the weights before a store is attached, by the server's `--weight-version`.
-
-        `random` and `of_replica` are the random part, and that of this replica alone.
-        """
-        self._random, self._of_replica, self.has_store = random, of_replica, True
-        if not self._updates:
-            self._version = version
-        if not self.unsettled:
-            self._name(k_scales)
-
-    def begin(self, version: str, *, session: bool = False) -> None:
-        """Weights change from now on, in this call or until `end`; `version` is the one before."""
-        self.unsettled = True
-        self._updates += 1
-        self._version, self._before = None, version
-        # SGLang accepts an update of one call within a session, which goes on.
-        self._failed = self._is_open and self._failed
-        self._is_open = self._is_open or session
-        self._loaded = self._flushed = False
-
-    def begin_load(self) -> None:
-        """A call of a session loads weights next."""
-        self._loaded = self._flushed = False
-
-    def loaded(self, version: str | None) -> None:
-        """Weights were loaded, and the request gave this version; or it gave a version alone."""
-        self._loaded = True
-        if version not in (None, self._before) and not self._failed:
-            self._version = version
-
-    def end_load(self) -> None:
-        """A call of a session ends. If it loaded no weights, no version names what the session leaves."""
-        if not self._loaded:
-            self._failed, self._version = True, None
-
-    def renamed(self, version: str, before: str) -> None:
-        """A request gave a version alone, as after weights that arrived by RDMA."""
-        if version == before:
-            return
-        if not self._is_open:
-            self.begin(before)
-        self.loaded(version)
-
-    def end(self) -> bool:
-        """A session ends; whether SGLang's caches were flushed after its last load."""
-        self._is_open = False
-        return self._flushed
-
-    def flushed(self, k_scales: Callable[[], str]) -> bool:
-        """SGLang's caches are empty: name the weights if they may have changed. False if that has to wait."""
-        self._flushed = True
-        if self._is_open or not self.unsettled:
-            return False
-        self._name(k_scales())
-        self.unsettled = False
-        return True
-
-    def _name(self, k_scales: str) -> None:
-        name = f"{self._version} {k_scales}"
-        if self._version in _UNNAMED:
-            random = self._random if self._loaded and not self._failed else self._of_replica
-            name = f"{random} {self._updates}" if self._updates else ""
-        # A version of the command line may be no UTF-8.
-        encoded = name.encode(errors="surrogatepass")
-        self.digits = hashlib.blake2b(encoded, digest_size=_DIGITS // 2).hexdigest() if name else ""
-
-
-#: The weights of this process, which has one scheduler.
-SERVED = ServedWeights()
 
 
 def attach() -> None:
@@ -171,7 +34,7 @@ def attach() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
     random, of_replica = drawn
-    SERVED.start(_version(), random, of_replica, _k_scales_digest())
+    SERVED.start(_version(), random, of_replica, followed_digest())
     if SERVED.digits:
         logger.info("sgl-kvpool: keys in stores end with %s, which names the weights", SERVED.digits)
 
@@ -180,57 +43,6 @@ def _version() -> str:
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().weight_version
-
-
-#: The pools of this process, target first, each with the function that collects and checks its k_scales.
-_followed: list[tuple[RowPool, Callable[[], Mapping[int, float]]]] = []
-
-
-def follow_k_scales(pool: RowPool, collect: Callable[[], Mapping[int, float]]) -> None:
-    """Let a pool take the k_scales that `collect` finds in the model after an update."""
-    _followed.append((pool, collect))
-
-
-def _k_scales_digest() -> str:
-    from sgl_kvpool.srt.pool.row_pool import k_scales_digest
-
-    return k_scales_digest([pool.row_pool for pool, _ in _followed])
-
-
-def _take_k_scales(scheduler: Any) -> None:
-    """Collect the k_scales again. RuntimeError, which ends the server, where something keeps the old ones.
-
-    The weights are other ones already, so the update cannot be refused.
-    """
-    for pool, collect in _followed:
-        new = collect()  # a model's loader sets k_scales, and never removes them
-        layer = next((x for x in sorted(new) if new[x] != pool.k_scale(x)), None)
-        if layer is None:
-            continue
-        if kept := _kept_in(scheduler, pool):
-            raise RuntimeError(
-                f"an update of weights has changed k_scale of layer {layer} from "
-                f"{pool.k_scale(layer)} to {new[layer]}, and {kept}; "
-                "start the server with the new weights"
-            )
-        pool.take_k_scales(new)
-
-
-def _kept_in(scheduler: Any, pool: RowPool) -> str | None:
-    """What keeps a pool's old k_scales; None if nothing does."""
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-
-    for _, runner in scheduler.weight_updater._select_runners():
-        graphs = (runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner)
-        if any(not isinstance(graph, EagerRunner) for graph in graphs if graph is not None):
-            return "CUDA graphs have captured the old one"
-    if scheduler.disaggregation_mode != DisaggregationMode.NULL:
-        return "peers have compared the old one when they connected (--disaggregation-mode)"
-    layout = pool.kv_cache_layout
-    if pool.row_pool.host_tier.host_layout(layout) is not layout:
-        return "the host tier converts rows with the old one (--kv-host-layout)"
-    return None
 
 
 @around(f"{_UPDATER}.update_weights_from_disk", "pools")
@@ -314,12 +126,12 @@ def _flush_cache(original, self, *args, **kwargs):
         return False
 
     def settle() -> str:
-        _take_k_scales(self)
+        take_k_scales(self)
         if SERVED.has_store:
             from sglang.srt.managers.cache_controller import StorageOperation
 
             SERVED.first_operation = StorageOperation.counter
-        return _k_scales_digest()
+        return followed_digest()
 
     if SERVED.flushed(settle):
         beliefs = getattr(self.tree_cache, "storage_existence_cache", None)

@@ -124,17 +124,14 @@ def check_dtype(server: Server) -> None:
 
 
 def check_numbers(server: Server) -> None:
-    """Refuse numbers that are out of their limits."""
     for number in NUMBERS:
         number.check(server.view)
 
 
 def check_tier(server: Server) -> None:
-    """Refuse a size of the host tier that is out of its limits, and its options without it."""
+    """Refuse a size of the host tier that is out of its limits."""
     if server.has_host_tier:
         (_TIER_SIZE if server.view.hicache_size else _TIER_RATIO).check(server.view)
-    else:
-        check_without_tier(server)
 
 
 def check_error_sample(server: Server) -> None:
@@ -215,6 +212,7 @@ RULES: tuple[Callable[[Server], None], ...] = (
     check_numbers,
     check_page,
     check_tier,
+    check_without_tier,
     check_error_sample,
     check_canary,
 )

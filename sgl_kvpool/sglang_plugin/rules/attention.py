@@ -357,7 +357,6 @@ def check_ranks(server: Server) -> None:
 
 
 def check_dcp(server: Server) -> None:
-    """Refuse ranks, and models and arguments with several of them."""
     check_ranks(server)
     view, name = server.view, server.model_name
     if view.dcp_size == 1:

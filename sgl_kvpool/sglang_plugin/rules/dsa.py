@@ -19,14 +19,21 @@ from sgl_kvpool.sglang_plugin.registry import uses
 from sgl_kvpool.sglang_plugin.rules.attention import check_gpu
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
 from sgl_kvpool.sglang_plugin.server import Server, is_rocm
-from sgl_kvpool.srt.facts.readers import DSA_BACKEND, PHASES, SGLANG_READERS, sglang_dsa_reads
+from sgl_kvpool.srt.facts.readers import (
+    DSA_BACKEND,
+    PHASES,
+    SGLANG_READERS,
+    sglang_dsa_reads,
+    stock_layout,
+)
 from sgl_kvpool.srt.facts.topk_transform import (
-    DECODE_MODES,
     IMPLEMENTATIONS,
     KVPOOL_DECODE,
+    MODE_FIELDS,
     SPARSE_BF16,
     UnsupportedCombination,
-    check_combination,
+    check_pair,
+    is_ours,
     nearest_pair,
 )
 
@@ -114,12 +121,10 @@ def check_draft_backend(server: Server, backend: str | None) -> None:
 
 
 def _not_sparse(what: str, name: str, way: Way) -> Refusal:
-    """The error for an attention backend that model `name` cannot use."""
     return Refusal(f"{what} cannot compute the sparse attention (DSA) of {name}", way)
 
 
 def _check_reader(server: Server) -> None:
-    """Refuse models and GPUs that our readers do not support."""
     import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
@@ -155,7 +160,6 @@ def _check_reader(server: Server) -> None:
 
 
 def check_backends(server: Server) -> None:
-    """Refuse backends without sparse attention, and a variable of another backend."""
     if env.flag(env.PREFILL_READS_ROWS):
         raise Refusal(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}",
@@ -194,7 +198,6 @@ def check_context_parallelism(server: Server) -> None:
 
 
 def check_features_of_reader(server: Server) -> None:
-    """Refuse features that our reader does not work with."""
     import torch
 
     if is_ours(server.layout, server.view.dcp_size):
@@ -258,70 +261,11 @@ def _check_modes(layout: MLAKVCacheLayout, server: Server) -> None:
             raise UnsupportedCombination(
                 f"{flag_of(field)} {value} is not for NVIDIA GPUs", nearest_pair(layout, *pair)
             )
-    more = {
-        "MIXED": view.enable_mixed_chunk,
-        "SPLIT_PREFILL": view.enable_pdmux,
-        "DLLM_EXTEND": view.dllm_algorithm is not None,
-    }
     check_pair(
         layout,
         view.dsa_prefill_backend,
         view.dsa_decode_backend,
-        modes=tuple(mode for mode, is_used in more.items() if is_used),
+        modes=tuple(mode for mode, field in MODE_FIELDS.items() if getattr(view, field) not in (None, False)),
         index_kpool=get_dsa_index_kpool(server.model_config.hf_config),
         ranks=1 if server.config.layout is None else view.dcp_size,
     )
-
-
-def check_pair(
-    layout: MLAKVCacheLayout,
-    prefill: str,
-    decode: str,
-    *,
-    modes: tuple[str, ...] = (),
-    index_kpool: int = 1,
-    ranks: int = 1,
-) -> None:
-    """`check_combination` for SGLang's names of implementations; `modes` besides those of every server."""
-    pair = table_names(layout, prefill, decode, ours=is_ours(layout, ranks))
-    check_combination(layout, *pair, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
-
-
-def is_ours(layout: MLAKVCacheLayout, ranks: int) -> bool:
-    """Whether our decode attends the rows: with `--dcp-size` all, since SGLang's kernels return no lse."""
-    return ranks > 1 or not sglang_dsa_reads(layout)
-
-
-def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str, *, ours: bool) -> tuple[str, str]:
-    """The table's names for SGLang's pair of implementations.
-
-    Where our decode attends the rows (`ours`), it has SGLang's name.
-    """
-    if ours and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
-        return prefill, KVPOOL_DECODE
-    return prefill, decode
-
-
-def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
-    """Layout of the rows of a pool, ours or SGLang's; None for rows of no layout."""
-    if hasattr(pool, "kv_cache_layout"):
-        return pool.kv_cache_layout
-    # SGLang's own pool has a dtype and a flag instead of a layout.
-    dtypes = {"torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "fp8_e4m3"}
-    return _sglang_layout(dtypes.get(str(pool.dtype)), scaled=pool.dsa_kv_cache_store_fp8)
-
-
-def _sglang_layout(kv_cache_dtype: str | None, *, scaled: bool) -> MLAKVCacheLayout | None:
-    """Layout of the rows that SGLang itself stores; None for rows of no layout."""
-    for layout in filter(sglang_dsa_reads, MLAKVCacheLayout):
-        if (layout.sglang_kv_cache_dtype(is_dsa=True), layout.is_packed) == (kv_cache_dtype, scaled):
-            return layout
-    return None
-
-
-def stock_layout(view: Any) -> MLAKVCacheLayout | None:
-    """Layout that SGLang itself will store, from its resolved arguments (`calculate_mla_kv_cache_dim`)."""
-    prefill, decode = view.dsa_prefill_backend, view.dsa_decode_backend
-    here = {"prefill": (prefill,), "decode": (decode,)}.get(view.disaggregation_mode, (prefill, decode))
-    scaled = "trtllm" not in here and (prefill, decode) != ("tilelang", "tilelang")
-    return _sglang_layout(view.kv_cache_dtype, scaled=scaled and view.kv_cache_dtype == "fp8_e4m3")

@@ -15,7 +15,6 @@ BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_atte
 
 
 def flag_of(field: str) -> str:
-    """Command-line flag of a field of SGLang's ServerArgs."""
     return "--" + field.replace("_", "-")
 
 

@@ -11,7 +11,6 @@ from sgl_kvpool.transfer.host_options import NODE, RANK
 
 logger = logging.getLogger(__name__)
 
-
 _WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
 
 _SHARED_DRAFTS = (

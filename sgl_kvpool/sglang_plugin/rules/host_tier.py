@@ -65,6 +65,8 @@ def _keeps_states_by_token(server: Server) -> bool:
 
 def check_without_tier(server: Server) -> None:
     """Refuse a store, or options of a host tier, on a server without a host tier."""
+    if server.has_host_tier:
+        return
     for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING):
         requested = server.config.requests(option)
         if requested != option.default:
@@ -82,7 +84,6 @@ def check_without_tier(server: Server) -> None:
 
 
 def check_host_tier(server: Server) -> None:
-    """Refuse arguments that do not work with the host tier of a server."""
     view, layout, options = server.view, server.layout, server.config.host_tier
     flag = _TIER if view.enable_hierarchical_cache else "--disaggregation-decode-enable-offload-kvcache"
     able = {"cpu": (CPU_ENGINE,), "cuda": GPU_ENGINE_NAMES}.get(view.device, ())

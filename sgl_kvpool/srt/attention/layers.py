@@ -86,3 +86,28 @@ def _text(model: torch.nn.Module, name: str, problem: str, where: str) -> str:
         f"layer {name} of {type(model).__name__} {problem}, which attention backend {KVPOOL_BACKEND} does "
         f"not compute{where}; serve the model without --kv-cache-layout"
     )
+
+
+def nested(backend: Any) -> list[Any]:
+    """A backend and those nested in it, for hybrid models and for two batches that overlap."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    found = [backend]
+    for outer in found:  # the loop extends the list
+        inside = list(getattr(outer, "__dict__", {}).values())
+        inside += [one for part in inside if isinstance(part, list) for one in part]
+        found += [one for one in inside if isinstance(one, AttentionBackend) and one not in found]
+    return found
+
+
+def outer_absorbed_layers(model: Any, pool: Any) -> list[Any]:
+    """First and last of a model's absorbed attention layers that have rows."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    # With --dcp-size a layer has two: the later one, for decode, has the heads of all ranks.
+    layers = {
+        module.layer_id: module
+        for module in model.modules()
+        if isinstance(module, RadixAttention) and pool.has_rows(module.layer_id) and is_absorbed(module, pool)
+    }
+    return [layers[layer_id] for layer_id in sorted({min(layers), max(layers)})] if layers else []

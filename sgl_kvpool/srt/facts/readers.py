@@ -7,6 +7,7 @@ without a folder are in `sglang/srt/layers/attention`. "ran" means that tests/en
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, check_complete
 from sgl_kvpool.memory.arrangement import KVArrangement
@@ -109,6 +110,30 @@ check_complete(SGLANG_READERS, "SGLANG_READERS of sgl_kvpool/srt/facts/readers.p
 def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:
     """Whether kernels of SGLang's sparse attention read the rows directly; otherwise our kernels do."""
     return bool(SGLANG_READERS[layout].dsa)
+
+
+def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
+    """Layout of the rows of a sparse model's pool, ours or SGLang's; None for rows of no layout."""
+    if hasattr(pool, "kv_cache_layout"):
+        return pool.kv_cache_layout
+    # SGLang's own pool has a dtype and a flag instead of a layout.
+    dtypes = {"torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "fp8_e4m3"}
+    return _sglang_layout(dtypes.get(str(pool.dtype)), scaled=pool.dsa_kv_cache_store_fp8)
+
+
+def stock_layout(view: Any) -> MLAKVCacheLayout | None:
+    """Layout that SGLang stores of a sparse model, by its arguments (`calculate_mla_kv_cache_dim`)."""
+    prefill, decode = view.dsa_prefill_backend, view.dsa_decode_backend
+    here = {"prefill": (prefill,), "decode": (decode,)}.get(view.disaggregation_mode, (prefill, decode))
+    scaled = "trtllm" not in here and (prefill, decode) != ("tilelang", "tilelang")
+    return _sglang_layout(view.kv_cache_dtype, scaled=scaled and view.kv_cache_dtype == "fp8_e4m3")
+
+
+def _sglang_layout(kv_cache_dtype: str | None, *, scaled: bool) -> MLAKVCacheLayout | None:
+    for layout in filter(sglang_dsa_reads, MLAKVCacheLayout):
+        if (layout.sglang_kv_cache_dtype(is_dsa=True), layout.is_packed) == (kv_cache_dtype, scaled):
+            return layout
+    return None
 
 
 #: Stock backends that can read rows with other layers' rows between them, if they can read the layout. A

@@ -169,11 +169,11 @@ def _select(
     return TopkTransform.RAGGED
 
 
-#: Options that make SGLang form batches of a mode.
-_MAKERS = {
-    "MIXED": "--enable-mixed-chunk",
-    "SPLIT_PREFILL": "--enable-pdmux",
-    "DLLM_EXTEND": "--dllm-algorithm",
+#: Fields of ServerArgs that make SGLang form batches of a mode.
+MODE_FIELDS = {
+    "MIXED": "enable_mixed_chunk",
+    "SPLIT_PREFILL": "enable_pdmux",
+    "DLLM_EXTEND": "dllm_algorithm",
 }
 
 
@@ -197,6 +197,32 @@ def check_combination(
         _check_kpool_readers(layout, prefill_impl, decode_impl, modes)
 
 
+def check_pair(
+    layout: MLAKVCacheLayout,
+    prefill: str,
+    decode: str,
+    *,
+    modes: tuple[str, ...] = (),
+    index_kpool: int = 1,
+    ranks: int = 1,
+) -> None:
+    """`check_combination` for SGLang's names of implementations; `modes` besides those of every server."""
+    pair = table_names(prefill, decode, ours=is_ours(layout, ranks))
+    check_combination(layout, *pair, (EXTEND_MODES[0], *DECODE_MODES, *modes), index_kpool=index_kpool)
+
+
+def is_ours(layout: MLAKVCacheLayout, ranks: int) -> bool:
+    """Whether our decode attends the rows: with `--dcp-size` all, since SGLang's kernels return no lse."""
+    return ranks > 1 or not sglang_dsa_reads(layout)
+
+
+def table_names(prefill: str, decode: str, *, ours: bool) -> tuple[str, str]:
+    """This table's names for SGLang's pair; where our decode attends the rows (`ours`), it has SGLang's."""
+    if ours and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
+        return prefill, KVPOOL_DECODE
+    return prefill, decode
+
+
 def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
     """All pairs (prefill, decode) of implementations that work with a layout, in the order of the table."""
     for prefill in IMPLEMENTATIONS:
@@ -210,10 +236,11 @@ def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, mod
     wired = IMPLEMENTATIONS[prefill].ragged_modes
     for mode in modes:
         if mode in EXTEND_MODES and mode not in wired:
+            flag = "--" + MODE_FIELDS[mode].replace("_", "-")
             raise UnsupportedCombination(
                 f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
                 f"{mode}",
-                Way(f"leave out the option that makes such batches ({_MAKERS[mode]})", (_MAKERS[mode],)),
+                Way(f"leave out the option that makes such batches ({flag})", (flag,)),
                 nearest_pair(layout, prefill, decode),
             )
 

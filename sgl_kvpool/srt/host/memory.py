@@ -142,3 +142,35 @@ def _undo(cudart: Any, registered: list[tuple[int, int]]) -> None:
         logger.warning(
             "sgl-kvpool: %d bytes of the host tier stay registered until the server ends", sum(left)
         )
+
+
+def warn_of_small_tier(tier: Any, pool_tokens: int) -> None:
+    """Log that a host tier has fewer tokens than the device's pool, if prompts are then not backed up.
+
+    `write_back` backs up what leaves the device, so that the two do not hold the same pages.
+    """
+    from sglang.srt.runtime_context import get_memory
+
+    memory, tokens = get_memory(), pool_tokens * tier.dcp_size
+    in_tree = memory.enable_hierarchical_cache and memory.hicache_host_memory_mode == "cache"
+    if not in_tree or memory.hicache_write_policy == "write_back" or tier.logical_size >= tokens:
+        return
+    rounded = tier.logical_size - tier.logical_page_size  # SGLang rounds up
+    wanted = memory.hicache_ratio * tokens / max(rounded, 1)
+    if memory.hicache_size:
+        given = "--hicache-size"
+    elif memory.hicache_host_memory_fraction is None:
+        given = f"--hicache-ratio of at least {wanted:.2f}"
+    else:
+        given = (
+            f"--hicache-host-memory-fraction (it is {memory.hicache_host_memory_fraction}, and SGLang has "
+            f"lowered the ratio to {memory.hicache_ratio:.2f}; {wanted:.2f} is needed)"
+        )
+    logger.warning(
+        "sgl-kvpool: the host tier has %d tokens and the device's pool %d: pages on the device fill the "
+        "tier, and further prompts are neither backed up nor stored; give a larger %s, or "
+        "--hicache-write-policy write_back",
+        tier.logical_size,
+        tokens,
+        given,
+    )

@@ -92,6 +92,13 @@ def has_our_tier(pool: Any) -> bool:
     return isinstance(pool, LayoutMLATokenToKVPool) and pool.has_our_tier
 
 
+def holds_our_rows(host_pool: Any) -> bool:
+    """Whether a host pool is our host pool of rows."""
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+
+    return isinstance(host_pool, HierarchicalMLAHostPool)
+
+
 def own_draft_bytes(pool: Any) -> int:
     """Bytes per token, over all layers, in the host tier of a draft that is not packed."""
     pool = getattr(pool, "full_kv_pool", pool)

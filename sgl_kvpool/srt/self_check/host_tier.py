@@ -75,7 +75,6 @@ class _TierCheck:
         self._loaded: list[tuple[PageBytes, PageBytes]] = []
 
     def fill(self) -> None:
-        """Write rows and index keys into free pages of the device."""
         slots = self._allocator.alloc(self.pages * self._tier.logical_page_size)
         self._taken.append(slots)
         generator = torch.Generator().manual_seed(2)

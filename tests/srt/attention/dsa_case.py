@@ -36,7 +36,7 @@ def make_backend(pool, prefill, decode, **attributes):
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from sgl_kvpool.sglang_plugin.hooks import dsa
+    from sgl_kvpool.srt.attention import dsa_backend as dsa
 
     backend = object.__new__(DeepseekSparseAttnBackend)
     table = ReqToTokenPool(8, 128, "cpu", False)

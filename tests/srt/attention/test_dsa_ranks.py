@@ -104,7 +104,7 @@ def exchanged(outs, lses):
 @pytest.mark.parametrize("merge", [gathered, exchanged])
 def test_sglangs_merges_take_queries_without_entries(merge):
     """A first token is attended on one rank; queries that pad a batch, on none, and they get zeros."""
-    from sgl_kvpool.sglang_plugin.hooks import dsa
+    from sgl_kvpool.srt.attention import dsa_backend as dsa
 
     outs, lses = [], []
     for rank, case in enumerate(cases_of("fp4", "DECODE", HEADS)):
@@ -136,7 +136,7 @@ def test_planted_faults_are_noticed(fault, monkeypatch):
 
     from sglang.srt.layers.attention.dsa import dsa_dcp
 
-    from sgl_kvpool.sglang_plugin.hooks import dsa
+    from sgl_kvpool.srt.attention import dsa_backend as dsa
 
     if fault == "natural lse":
         monkeypatch.setattr(dsa, "math", SimpleNamespace(log2=lambda _: 1.0, e=0))

@@ -241,7 +241,7 @@ CASES = {
 
 
 def main():
-    from sgl_kvpool.sglang_plugin.hooks import ranks as agreement
+    from sgl_kvpool.srt.host import agreement
     from sgl_kvpool.srt.host.shared_segment import NodeRanks
 
     # The attention-TP group of a server, which a process without a model does not have.

@@ -83,7 +83,7 @@ def own_draft(ranks):
 
 def checked_loaded(ranks):
     """The check of the tier at start, of which the last rank omits a layer of its load."""
-    from sgl_kvpool.sglang_plugin.hooks.ranks import all_ranks
+    from sgl_kvpool.srt.host.agreement import all_ranks
     from sgl_kvpool.srt.self_check import Difference, check_tier
 
     model = ranks.model()

@@ -18,7 +18,9 @@ from test_hybrid_stores import files as files_of
 from test_stores import PAGE_SIZE, filled, get, put
 
 from sgl_kvpool.sglang_plugin.hooks import stores, weights
-from sgl_kvpool.sglang_plugin.hooks.weights import ServedWeights
+from sgl_kvpool.srt.host import store_calls
+from sgl_kvpool.srt.host.served_weights import ServedWeights
+from sgl_kvpool.srt.pool import k_scales
 
 KEY = "0123456789abcdef" * 4
 
@@ -29,9 +31,9 @@ def serve(monkeypatch):
 
     def start(version="default"):
         server = ServedWeights()
-        for module in (weights, stores):
+        for module in (weights, stores, store_calls):
             monkeypatch.setattr(module, "SERVED", server)
-        monkeypatch.setattr(weights, "_followed", [])
+        monkeypatch.setattr(k_scales, "_followed", [])
         monkeypatch.setattr(weights, "_version", lambda: version)
         return server
 
@@ -179,7 +181,7 @@ def test_what_a_decode_server_still_stores_in_a_flush_keeps_the_old_name(
 
     server, goes_on, begun = serve(), threading.Event(), threading.Event()
     monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 1)
-    monkeypatch.setattr(weights, "_followed", [])
+    monkeypatch.setattr(k_scales, "_followed", [])
     controller = controller_of(device_pool("fp4", pages=9), store=store)
     filled(controller)
     before, put_one = (
@@ -296,10 +298,10 @@ def followed(monkeypatch):
     """`followed(pool, model)`: the k_scales of a pool follow those of a model."""
     from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 
-    monkeypatch.setattr(weights, "_followed", [])
+    monkeypatch.setattr(k_scales, "_followed", [])
 
     def follow(pool, model, readers=("kvpool_mla",)):
-        weights.follow_k_scales(pool, lambda: checked_k_scales(model, pool.kv_cache_layout, readers))
+        k_scales.follow_k_scales(pool, lambda: checked_k_scales(model, pool.kv_cache_layout, readers))
         return pool
 
     return follow
@@ -310,9 +312,9 @@ def test_a_pool_takes_new_k_scales(published, followed):
     pool = followed(device_pool("fp8", pages=9), model := Attention(1.0))
     model.load(4.0)
     assert pool.k_scale(START) == 1.0
-    weights._take_k_scales(scheduler_of())
+    k_scales.take_k_scales(scheduler_of())
     assert {pool.k_scale(START + layer) for layer in range(LAYERS)} == {4.0}
-    assert weights._k_scales_digest() != ""
+    assert k_scales.followed_digest() != ""
     values = torch.linspace(-1232, 1232, 576).bfloat16().view(1, 1, -1)
     where = torch.tensor([5])
     pool.set_mla_kv_buffer(model[0], where, values[..., :512], values[..., 512:])
@@ -332,7 +334,7 @@ def test_k_scales_that_are_kept_elsewhere_end_the_server(published, followed, sc
     followed(device_pool("fp8", pages=9), model := Attention(1.0))
     model.load(4.0)
     with pytest.raises(RuntimeError) as error:
-        weights._take_k_scales(scheduler_of(**scheduler))
+        k_scales.take_k_scales(scheduler_of(**scheduler))
     text = str(error.value)
     assert text.startswith(f"an update of weights has changed k_scale of layer {START} from 1.0 to 4.0, and ")
     assert reason in text
@@ -346,11 +348,11 @@ def test_a_host_tier_that_converts_with_k_scales_ends_the_server(published, foll
     followed(pool, model := Attention(1.0))
     model.load(4.0)
     with pytest.raises(RuntimeError, match="the host tier converts rows with the old one"):
-        weights._take_k_scales(scheduler_of())
+        k_scales.take_k_scales(scheduler_of())
 
 
 def test_a_backend_that_does_not_multiply_by_the_new_k_scale_ends_the_server(published, followed):
     followed(device_pool("fp8", pages=9), model := Attention(1.0), ("flashmla",))
     model.load(4.0)
     with pytest.raises(ValueError, match="k_scale=4.0 in layer .*flashmla does not multiply"):
-        weights._take_k_scales(scheduler_of())
+        k_scales.take_k_scales(scheduler_of())

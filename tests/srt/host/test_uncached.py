@@ -13,7 +13,7 @@ from direct_stores import Operation
 from host_tier import slots
 
 from sgl_kvpool.metrics import UNCACHED
-from sgl_kvpool.sglang_plugin.hooks import stores
+from sgl_kvpool.srt.host import store_calls
 
 TREES = pytest.mark.parametrize("tree", ["rust", "python"])
 PAGE = 4  # tokens
@@ -184,7 +184,7 @@ def test_each_old_page_is_given_to_the_store_once(dense, tmp_path):
 
 @pytest.fixture
 def limit(monkeypatch):
-    monkeypatch.setattr(stores, "_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(store_calls, "_LIMIT_SECONDS", 0.2)
 
 
 def in_thread(call):

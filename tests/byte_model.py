@@ -68,7 +68,6 @@ class WholeSequences(ByteMLA):
 
 
 def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
-    """Write config.json."""
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), SPECIAL_TOKEN_ID)
     fields = dense_mla(config.layers, config.intermediate_size)
     write_json(
