@@ -74,7 +74,10 @@ def _pools(device: str) -> Iterator[tuple[str, int, Callable[[], Any]]]:
             yield f"{layout}, host {host}", 1, partial(make, options)
         options = PoolOptions(layout, arrangement=KVArrangement.PAGE_MAJOR)
         yield f"{layout} {options.arrangement}, --dcp-size 2", 2, partial(make, options)
-        yield f"{layout}, sparse", 1, partial(make, PoolOptions(layout), is_dsa=True)
+        sparse = partial(make, PoolOptions(layout), is_dsa=True)
+        yield f"{layout}, sparse", 1, sparse
+        if layout is not MLAKVCacheLayout.FP8_NOPE_FP8_ROPE:  # which servers refuse with ranks
+            yield f"{layout}, sparse, --dcp-size 2", 2, sparse
 
 
 def _checks(pool: Any) -> Iterator[str]:
@@ -83,9 +86,12 @@ def _checks(pool: Any) -> Iterator[str]:
     yield check_rows(pool)
 
     def attend(q, rows, kv_indices, kv_lens, scale):
-        return mla_decode(
-            q, rows.squeeze(1), kv_indices, kv_lens, pool.row_format, scale, page=pool.page_stride
-        )
+        rows, page = rows.squeeze(1), pool.page_stride
+        if pool.serves_dsa:  # lists of row numbers, without the entries of other ranks
+            kv_indices, page = pool.rows_to_write(kv_indices), None
+        elif pool.dcp_size > 1:
+            kv_indices, kv_lens = kv_indices[:, pool.dcp_rank :: pool.dcp_size], kv_lens // pool.dcp_size
+        return mla_decode(q, rows, kv_indices, kv_lens, pool.row_format, scale, page=page)
 
     yield check_lists(pool, _LAYERS - 1, _HEADS, _SCALE, attend)
     controller = _controller(pool)

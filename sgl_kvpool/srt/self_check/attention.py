@@ -57,12 +57,15 @@ class _Requests:
             torch.randn(len(lengths), heads, width, generator=generator).bfloat16().to(rows.device),
         )
 
-    @property
-    def lists(self) -> torch.Tensor:
-        """`[requests, rows]` int32: slots of each request, padded with -1."""
-        lists = self.slots.new_full((len(self.lengths), max(self.lengths)), -1, dtype=torch.int32)
+    def lists(self, ranks: int) -> torch.Tensor:
+        """`[requests, rows * ranks]` int32: slots of each request, padded with -1.
+
+        With several ranks (`--dcp-size`), a list has a slot of each in turn, and each rank checks its own.
+        """
+        lists = self.slots.new_full((len(self.lengths), max(self.lengths) * ranks), -1, dtype=torch.int32)
+        turns = torch.arange(ranks, device=lists.device)
         for own, slots in zip(lists, self.slots.split(self.lengths), strict=True):
-            own[: len(slots)] = slots
+            own[: len(slots) * ranks] = global_slots(slots[:, None], turns, ranks).flatten()
         return lists
 
     def attended(self, pool: Any, layer_id: int, scale: float) -> torch.Tensor:
@@ -104,11 +107,7 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1] // ranks)
     count, device = len(requests.lengths), requests.slots.device
     own = torch.arange(count, 0, -1, device=device)
-    rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
-    # With several ranks (`--dcp-size`), a list has a slot of each in turn, and each rank checks its own.
-    lists = requests.lists.repeat_interleave(ranks, dim=1)
-    turns = torch.arange(lists.shape[1], device=device) % ranks
-    lists = torch.where(lists < 0, lists, global_slots(lists, turns, ranks))
+    rows, lists = pool.get_row_buffer(layer.layer_id).squeeze(1), requests.lists(ranks)
     listed = (own, slice(0, lists.shape[1]))
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots)), (table, listed)):
         table[listed] = lists.to(table.dtype)
@@ -151,15 +150,14 @@ def check_lists(
 ) -> str:
     """Attend lists of slots with a kernel, without an attention backend.
 
-    `attend` is as `SparseReader.attend`, with slots of SGLang; unused entries of its lists are -1.
+    `attend` is as `SparseReader.attend`, with SGLang's slots, also of other ranks; unused entries are -1.
     """
     requests = _Requests.at_random(pool, heads, len(_LENGTHS), max(_LENGTHS))
     rows = pool.get_row_buffer(layer_id)
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots))):
         _store(pool, SimpleNamespace(layer_id=layer_id), requests.slots, requests.keys)
-        kv_lens = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device)
-        lists = torch.where(requests.lists < 0, requests.lists, slots_of_rank(pool, requests.lists))
-        found = attend(requests.q, rows, lists, kv_lens, scale)[0].cpu()
+        kv_lens = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device) * pool.dcp_size
+        found = attend(requests.q, rows, requests.lists(pool.dcp_size), kv_lens, scale)[0].cpu()
     return _compare(found, requests, pool, layer_id, scale)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_kvpool.memory.arrangement import global_slots
 from sgl_kvpool.srt.self_check.pages import (
     Difference,
     PageBytes,
@@ -73,6 +74,9 @@ def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.
             pool.set_kv_buffer(layer, KVWriteLoc(slots[:half]), given[:half], given[:half, :, :rank])
         loc = KVWriteLoc(slots_of_rank(pool, slots[half:]))
         pool.set_mla_kv_buffer(layer, loc, given[half:, :, :rank], rope)
+        if pool.dcp_size > 1:  # tokens of the next rank are not stored here
+            theirs = global_slots(slots, (pool.dcp_rank + 1) % pool.dcp_size, pool.dcp_size)
+            pool.set_mla_kv_buffer(layer, KVWriteLoc(theirs.roll(1)), given[:, :, :rank], rope)
     ids = pool.row_layer_ids
 
     def place(index: int, page: int, token: int) -> str:
