@@ -227,8 +227,14 @@ class SparseRows:
 
     def read(self) -> None:
         """Run `mla_decode` on split and whole top-k lists, and decode rows for extends."""
+        from sglang.kernels.ops.attention.dsa.transform_index import transform_index_page_table_dcp
+
         from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
 
+        ranks = self.served.dcp_size
+        for rank in range(ranks if ranks > 1 else 0):  # of which each has a kernel to choose its entries
+            lists = torch.zeros((1, self.top_k), dtype=torch.int32, device=self.device)
+            transform_index_page_table_dcp(lists, ranks, rank)
         for heads in self.heads():
             size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
             reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))

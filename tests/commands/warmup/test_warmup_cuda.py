@@ -136,7 +136,11 @@ def test_sparse_models(found):
     # A rank attends the heads of both, and for a draft its own.
     rows, lists = found["sparse bf16 over two ranks"].values()
     assert kernels(rows) == {"store_kernel"}
-    assert kernels(lists) == {"decode_kernel", "merge_kernel", "gather_kernel"}
+    localise = "transform_index_page_table_dcp_kernel"
+    assert kernels(lists) == {"decode_kernel", "merge_kernel", "gather_kernel", localise}
+    names = ("DCP_RANK", "DCP_SIZE", "TOPK", "row_stride")
+    launched = [launch["arguments"] for launch in lists["launched"] if launch["kernel"] == localise]
+    assert [[a[n][1] for n in names] for a in launched] == [[str(r), "2", "2048", "2048"] for r in range(2)]
     draft, target = (both(1152, 0, 0, n, 1, counts="*i32", stride="D") for n in (4, 8))
     assert decodes(lists) == draft | target
 
