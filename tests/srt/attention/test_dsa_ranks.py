@@ -3,6 +3,10 @@
 A rank has the queries of all and its own rows. Slots lie beyond one rank's pool: raw ones are noticed.
 """
 
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import codec_oracle as oracle
 import pytest
 import torch
@@ -130,10 +134,23 @@ def _raw_slots(cache, *, page_table, dcp_size, dcp_rank, **_):
     return own, torch.full((len(own),), own.shape[1], dtype=torch.int32)
 
 
+@pytest.mark.parametrize("wrong", [None, _all_entries, _raw_slots])
+def test_a_rank_checks_its_lists_when_it_starts(wrong, monkeypatch):
+    from sglang.srt.layers.attention.dsa import dsa_dcp
+
+    from sgl_kvpool.sglang_plugin.hooks import dsa
+    from sgl_kvpool.srt.self_check import Difference, check_lists
+
+    if wrong is not None:
+        monkeypatch.setattr(dsa_dcp, "localize_dcp_page_table", wrong)
+    for rank, case in enumerate(cases_of("fp4", "DECODE", 2)):
+        expected = nullcontext() if wrong is None else pytest.raises((Difference, IndexError))
+        with as_rank(rank, 2), expected:
+            check_lists(case.pool, LAYER, HEADS, SCALE, partial(dsa.attend, case.backend))
+
+
 @pytest.mark.parametrize("fault", ["no owner", "no division", "natural lse"])
 def test_planted_faults_are_noticed(fault, monkeypatch):
-    from types import SimpleNamespace
-
     from sglang.srt.layers.attention.dsa import dsa_dcp
 
     from sgl_kvpool.srt.attention import dsa_backend as dsa
@@ -198,3 +215,29 @@ def test_lists_are_the_same_on_all_ranks():
     assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
     next(cases_of("fp4", "DECODE", 2))
     assert envs.SGLANG_DSA_TOPK_BROADCAST.get()
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_ranks_that_choose_other_tokens_among_equal_scores(broadcast, monkeypatch):
+    """Rank 1 counts positions from the end; if asked to, SGLang's indexer sends it the lists of rank 0."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0
+    from sglang.srt.runtime_context import get_parallel
+
+    chosen, sent = Case.chosen, {}
+
+    def on_rank(case):
+        lists, rank = chosen(case), case.backend.dcp_rank
+        if rank:
+            last = torch.tensor(case.lengths, dtype=torch.int32)[:, None] - 1
+            lists = torch.where(lists < 0, lists, last - lists)
+            assert not torch.equal(lists.sort().values, chosen(case).sort().values)
+        group = SimpleNamespace(world_size=2, broadcast=lambda own, src: own.copy_(sent.setdefault(src, own)))
+        with get_parallel().override(attn_tp_group=group):
+            return _broadcast_indexer_topk_from_rank0(lists)
+
+    monkeypatch.setattr(Case, "chosen", on_rank)
+    if not broadcast:
+        monkeypatch.setattr(type(envs.SGLANG_DSA_TOPK_BROADCAST), "set", lambda *_: None)
+    with nullcontext() if broadcast else pytest.raises(AssertionError):
+        check("fp4", "DECODE", 2)
