@@ -199,6 +199,8 @@ mla cuda bf16 --enable-deterministic-inference
 dsa cuda fp4 --disaggregation-mode prefill
 dsa cuda fp4 --speculative-algorithm EAGLE3
 dsa cuda fp4 --chunked-prefill-size -1
+dsa cuda fp4 --pp-size 2
+dsa cuda bf16 --attn-dp-size 2
 """
 SPARSE = r"""
 dsa-glm cuda fp4 --enable-prefill-cp --tp-size 2 --attn-cp-size 2 --cp-strategy zigzag

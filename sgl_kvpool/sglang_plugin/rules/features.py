@@ -200,6 +200,8 @@ SPARSE_DCP_FEATURES = (
         values="other than `EAGLE`, `NEXTN`",
     ),
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
+    above_one("pp_size", "pipeline stages have not been tested there"),
+    above_one("attn_dp_size", "groups of ranks with other requests have not been tested there"),
     Feature(
         "chunked_prefill_size",
         "buffers of a prefill are sized for a chunk, and a prompt may be longer",
