@@ -81,6 +81,21 @@ def test_drafts_of_ranks_that_share_a_prefix_pool(answers):
     assert "fp4 and --speculative-adaptive: " in said["v3-adaptive-spec"]
 
 
+def test_a_sparse_model_over_ranks(answers):
+    """Without the kernels that its command names, which do not merge ranks, all layouts but one serve it."""
+    (found,) = (each["refused"] for each in answers if each["id"] == "glm52-dcp8")
+    named = "--dsa-prefill-backend flashmla_kv and --dsa-decode-backend flashmla_kv cannot read rows of "
+    for layout in MLAKVCacheLayout:
+        as_published, without = found[layout]
+        if layout is MLAKVCacheLayout.FP8_NOPE_FP8_ROPE:
+            assert without.startswith("--dcp-size 8 does not work with --kv-cache-layout fp8 and Glm")
+            assert without.endswith("; leave it out")
+            continue
+        assert named in as_published
+        assert as_published.endswith("; leave them out, and both phases use kvpool_mla, under SGLang's name")
+        assert without is None
+
+
 def test_the_page_has_the_table(answers):
     text = recipes.PAGE.read_text()
     tables = {"published": lambda: recipes.table(answers)}
