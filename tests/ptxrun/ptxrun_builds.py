@@ -24,8 +24,9 @@ __all__ = ["cache_folder", "library", "made_once", "nvcc", "nvcc_ptx"]
 
 HERE = Path(__file__).resolve().parent
 _PACKAGE = HERE.parents[1] / "sgl_kvpool"
-#: None of these options changes a result: no rounding, no order of sums.
-_GXX = ["g++", *"-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math".split()]
+#: Options that change no rounding and no order of sums.
+_FAST = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_GXX = ["g++", "-std=c++20", *_FAST, "-fPIC", "-shared"]
 _NVCC = ["-std=c++20", "-arch=compute_90a", "-ptx"]
 
 
@@ -94,7 +95,7 @@ def library() -> Path:
     ]
 
     def make(path: Path) -> None:
-        subprocess.run([*_GXX, "-fPIC", "-shared", "-o", path, HERE / "emulator" / "ptxrun.cpp"], check=True)
+        subprocess.run([*_GXX, "-o", path, HERE / "emulator" / "ptxrun.cpp"], check=True)
 
     return made_once("ptxrun", ".so", parts, make)
 

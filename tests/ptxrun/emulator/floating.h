@@ -55,11 +55,13 @@ static float ulps(Machine& x, float v) {  // approximate functions: moved by up 
 }
 
 HANDLER(f32_arith) {  // in.b: approximate; in.c: as `extreme`, 2 rounded down
-  const u64 *a = x.rd(w, in, 1, m), *b = in.a >= FRCP ? a : x.rd(w, in, 2, m), *c = in.a == FFMA ? x.rd(w, in, 3, m) : a;
+  const u64 *a = x.rd(w, in, 1, m), *b = in.a >= FRCP ? a : x.rd(w, in, 2, m);
+  const u64* c = in.a == FFMA ? x.rd(w, in, 3, m) : a;
   u64* d = x.wr(w, in, 0, m);
   auto with = [&](auto f) {
+    auto flushed = [](u64 v) { return flush(as_f32(v)); };
     if (in.ftz)
-      each_lane(m, [&](int l) { d[l] = f32_bits(flush(f(flush(as_f32(a[l])), flush(as_f32(b[l])), flush(as_f32(c[l]))))); });
+      each_lane(m, [&](int l) { d[l] = f32_bits(flush(f(flushed(a[l]), flushed(b[l]), flushed(c[l])))); });
     else
       each_lane(m, [&](int l) { d[l] = f32_bits(f(as_f32(a[l]), as_f32(b[l]), as_f32(c[l]))); });
   };
@@ -188,7 +190,9 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `
       if (b)
         each_lane(m, [&](int l) { r[l] = encode(as_f32(b[l]), t) | encode(as_f32(a[l]), t) << bits; });
       else
-        each_lane(m, [&](int l) { r[l] = encode(decode(a[l], E4M3X2), t) | encode(decode(a[l] >> 8, E4M3X2), t) << bits; });
+        each_lane(m, [&](int l) {
+          r[l] = encode(decode(a[l], E4M3X2), t) | encode(decode(a[l] >> 8, E4M3X2), t) << bits;
+        });
     });
   } else if (is_float(st) && !is_float(dt))
     by_int(dt, [&](auto y) {

@@ -59,7 +59,8 @@ inline Region* Machine::region(u64 a, u32 size) {
       for (u32 i = 0; i < sizeof z && !(raced && c.global_races); i++) (write ? writers : readers)[i] = me;
     });
     for (u32 i = 0; i < size && raced && c.global_races; i++) {
-      const char* how = writers[i] && writers[i] != me ? "written" : write && readers[i] && readers[i] != me ? "read" : nullptr;
+      const char* how = write && readers[i] && readers[i] != me ? "read" : nullptr;
+      if (writers[i] && writers[i] != me) how = "written";
       if (how) {
         report("global race", w, in,
                fmt("%s byte %llu of region %s, %s by CTA %u in the same launch", write ? "writes" : "reads",

@@ -5,20 +5,19 @@
 
 namespace ptxrun {
 
-// Sum of products and an addend. Option mma 0: in double, then rounded to float32. 1, which this is: as publications say
-// Hopper does it: addends are cut to 25 bits below the largest exponent, the sum is cut to float32.
+// Sum of products and an addend by option mma 1, as publications say Hopper does it: addends are cut to 25 bits below
+// the largest exponent, the sum is cut to float32.
 static float dot(const double* a, const double* b, int k, double c) {
   double p[17], sum = c;
-  int top = -1000;
-  for (int i = 0; i < k; i++) sum += p[i] = a[i] * b[i];
-  if (!std::isfinite(sum)) return (float)sum;
+  for (int i = 0; i < k; i++) p[i] = a[i] * b[i];
   p[k] = c;
-  for (int i = 0; i <= k; i++)
-    if (p[i] != 0) top = std::max(top, std::ilogb(p[i]));
-  if (top == -1000) return 0;
-  i64 s = 0;
-  for (int i = 0; i <= k; i++) s += (i64)std::ldexp(p[i], 25 - top);
-  return as_f32(encode_small(std::ldexp((double)s, top - 25), 8, 23, RZ));
+  i64 top = 0, s = 0;  // the largest exponent as doubles have it, 0 of zeros only; none is subnormal
+  for (int i = 0; i <= k; i++) top = std::max(top, (i64)(std::bit_cast<u64>(p[i]) >> 52 & 0x7ff));
+  for (int i = 0; i < k && top == 0x7ff; i++) sum += p[i];
+  if (!top || top == 0x7ff) return top ? (float)sum : 0;
+  double scale = std::bit_cast<double>((u64)(1023 + 25 + 1023 - top) << 52);
+  for (int i = 0; i <= k; i++) s += (i64)(p[i] * scale);
+  return as_f32(encode_small(std::ldexp((double)s, (int)top - 1023 - 25), 8, 23, RZ));
 }
 
 static const Op& part_of(const Op& o, int i) { return o.k == VEC ? o.v[i] : o; }
@@ -48,7 +47,8 @@ static void rows_of_a(const u64* v, int i, T t) {
         put_a((l >> 2) + 8 * (i & 1), 2 * (l & 3) + (i >> 1) * 8 + h, decode(v[l] >> (16 * h), t));
 }
 
-// Of D's registers i and i + 2, where bit 1 of i is 0; from `c` (null: zeros) to `d`.
+// Of D's registers i and i + 2, where bit 1 of i is 0; from `c` (null: zeros) to `d`. Option mma 0: sums in double, then
+// rounded to float32.
 static void product(Machine& x, int depth, int i, const u64* const* c, u64* const* d) {
   alignas(64) double s[2][32];
   auto& b = B[i >> 2 << 1 | (i & 1)];
