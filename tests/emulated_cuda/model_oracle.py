@@ -125,12 +125,12 @@ def _within(context, function):
 class Oracle:
     """A checkpoint of `random_deepseek` or `random_hybrid`, and the layout of a server's rows.
 
-    `k_scales` are those of the layers; `reads_own`: whether the first chunk of a prompt is attended as stored
-    too, as later ones are.
+    `k_scales` are those of the layers; chunks of a prompt that begin before `stored_from` attend their own
+    tokens as computed, later ones and decoded tokens as stored.
     """
 
-    def __init__(self, shape, folder, layout, *, chunk, reads_own, dtype=torch.float32, k_scales=None):
-        self._layout, self._chunk, self._reads_own, self._k_scales = layout, chunk, reads_own, k_scales
+    def __init__(self, shape, folder, layout, *, chunk, stored_from, dtype=torch.float32, k_scales=None):
+        self._layout, self._chunk, self._stored_from, self._k_scales = layout, chunk, stored_from, k_scales
         if shape == "kimi_linear":
             model = random_hybrid.kimi_model().to(dtype)
         else:
@@ -160,7 +160,7 @@ class Oracle:
         }
         found, at = [], 0
         for end in sorted((ends | {host, prompt, *range(prompt, len(ids) + 1)}) - {0}):
-            cache.reads_own = self._reads_own or at > 0
+            cache.reads_own = at >= min(self._stored_from, prompt)
             key = (*ids[:end], host, host_layout) if end <= prompt and end % self._chunk == 0 else None
             if key in self._prefixes:
                 found, cache = copy.deepcopy(self._prefixes[key])

@@ -167,8 +167,10 @@ dsa cuda fp4 DCP EAGLE --enable-multi-layer-eagle
   --dcp-size 2 .* fp4 and --enable-multi-layer-eagle: .*; leave out one of them$
 dsa cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
-kda cuda bf16 DCP
-  --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: .* layers that keep states .*; leave it out
+kda cuda bf16 DCP TIER
+  --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: moving its states .*; leave it out
+kda cuda fp4 DCP --disaggregation-mode decode
+  --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: moving its states .*; leave it out
 lightning cuda fp4 DCP
   --dcp-size 2 does not .* fp4 and BailingMoeV2_5ForCausalLM: SGLang does not gather the rows .*; leave it out
 mtp1 cuda fp4 DCP EAGLE STEPS --speculative-eagle-topk 1 --disaggregation-mode prefill

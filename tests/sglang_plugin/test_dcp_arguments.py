@@ -116,11 +116,13 @@ DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
 @pytest.mark.parametrize(
     ("model", "argv", "refused"),
     [
+        ("kda", [], None),
         ("glm-lite", [], None),
         ("mtp1", ["NEXTN", *DRAFTS], None),
         ("mtp1", ["EAGLE", *DRAFTS, "--enable-hierarchical-cache"], None),
         ("mtp1", ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3"], None),
         ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
+        ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),
         ("k3", [], "KimiK3ForConditionalGeneration: .*CuteDSL's kernel for Blackwell alone"),
         (
             "mtp1",

@@ -62,7 +62,7 @@ UNSHOWN_ALGORITHMS = {
 #: Models of which SGLang gathers the rows of several ranks for a prefill, and models with sparse attention of
 #: which it gathers the queries.
 _DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-_GATHERED = (*_DEEPSEEK, "KimiK25ForConditionalGeneration")
+_GATHERED = (*_DEEPSEEK, "KimiK25ForConditionalGeneration", "KimiLinearForCausalLM")
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 #: Lengths of top-k lists that sgl_kernel's operator selects for prefills over stored rows.
 PAGED_TOP_K: Container[int] = (2048,)

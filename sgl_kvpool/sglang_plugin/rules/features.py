@@ -219,8 +219,9 @@ def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
     drafts, tier = server.view.speculative_algorithm is not None, server.has_host_tier
     on_blackwell = server.model_name == "KimiK3ForConditionalGeneration"
     yield on_blackwell, "SGLang attends its lists of several ranks with CuteDSL's kernel for Blackwell alone"
-    is_kimi = server.model_name == "KimiLinearForCausalLM"  # SGLang gathers no rows of other hybrid models
-    yield is_kimi, "with layers that keep states it has not been tested"
+    moves = tier or server.disaggregates
+    yield server.is_hybrid and moves, "moving its states to hosts or servers has not been tested there"
+    yield server.is_hybrid and drafts, "drafts beside its states have not been tested there"
     yield (
         drafts and server.disaggregates,
         "the pages of its draft have tokens of all ranks, and SGLang sends one's",
