@@ -57,6 +57,7 @@ def answers(run, tmp_path_factory):
     """`answers(name)`: by phase, what an Engine of ENGINES said to all prompts, and its log."""
     folder, found = tmp_path_factory.mktemp("dense"), {}
     models = {name: copying_deepseek.write(folder / name, "deepseek_v3") for name in ("V3", "GLM")}
+    eagle3 = copying_deepseek.write_eagle3(folder / "EAGLE3", models["V3"])
     config = json.loads((models["GLM"] / "config.json").read_text())
     glm = config | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "deepseek_v3"}
     (models["GLM"] / "config.json").write_text(json.dumps(glm))
@@ -67,8 +68,7 @@ def answers(run, tmp_path_factory):
             options = {"kv_cache_layout": "fp4", **OPTIONS, **more}
             model = str(models["GLM" if "GLM" in name else "V3"])
             if "EAGLE3" in name:
-                draft = copying_deepseek.write_eagle3(folder / "EAGLE3", models["V3"])
-                options |= {"speculative_draft_model_path": str(draft)}
+                options |= {"speculative_draft_model_path": str(eagle3)}
             arguments = f"{model!r}, {str(folder / 'flag')!r}, {phases!r}, {(SHARED, OWN)}"
             code = "from emulated_cuda import copying_engine\n"
             found[name] = run(f"{code}copying_engine.main({arguments}, **{options!r})")

@@ -255,7 +255,7 @@ def test_tokens_of_graphs_prefixes_and_batches(name, answers, distances):
     be as far apart as arithmetic in bfloat16 puts them; tokens that are twice as near are a tie.
     """
     found, model, bound, tie = answers(name), MODELS[name], math.inf, 0
-    if model.is_spread and not model.is_sparse:
+    if model.is_spread:
         _, arithmetic = distances(name)["output"]
         bound, tie = 1.3 * arithmetic, 2 * arithmetic
     far, expected = zip(
