@@ -121,58 +121,17 @@ def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size,
     assert [(words[4], words[-1]) for words in said] == [(str(prompt), str(prompt)) for prompt in first]
 
 
-def test_k_scales_come_from_attn_mqa_once():
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    from sgl_kvpool.srt.pool.k_scales import collect_k_scales
-
-    def layer(number, mqa, mha):
-        module = torch.nn.Module()
-        module.attn_mqa = RadixAttention(2, 576, 1.0, 1, number, v_head_dim=512)
-        module.attn_mha = RadixAttention(2, 192, 1.0, 2, number, v_head_dim=128)
-        module.attn_mqa.k_scale_float, module.attn_mha.k_scale_float = mqa, mha
-        return module
-
-    model = torch.nn.ModuleList([layer(0, 0.5, None), layer(1, None, None), layer(2, 2.0, 1.0)])
-    assert collect_k_scales(model) == {0: 0.5, 2: 2.0}
-    model.append(layer(2, 4.0, None))
-    with pytest.raises(ValueError, match=r"layer 2 have k_scale 2\.0 and 4\.0"):
-        collect_k_scales(model)
-    # A model with other names for its attention.
-    plain = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 7, v_head_dim=512)])
-    plain[0].k_scale_float = 0.25
-    assert collect_k_scales(plain) == {7: 0.25}
-
-
-def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
-    from sglang.srt import runtime_context
+def test_modules_that_disagree_on_a_k_scale_and_a_layout_without_one():
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.options import KVPoolConfig
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
     from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 
-    model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
-    model[0].k_scale_float = 0.5
-    dense = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]))
-    decided = SimpleNamespace(_kvpool_config=KVPoolConfig(is_decided=True))
-    kvc = SimpleNamespace(server_args=decided, is_draft_worker=False, model_config=dense)
-    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
-
-    def checked(layout):
-        return checked_k_scales(model, MLAKVCacheLayout(layout), PoolRequest(kvc).readers)
-
-    with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0.*flashmla.*kvpool_mla"):
-        checked("fp8")
-    with pytest.raises(ValueError, match=r"k_scale=0\.5.*backend dsa does not.*use --kv-cache-layout bf16"):
-        checked_k_scales(model, MLAKVCacheLayout("fp8"), ("dsa",))
-    assert checked("bf16") == {}
-    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
-    assert checked("fp8") == {0: 0.5}
-    model[0].k_scale_float = 1.0
-    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
-    assert checked("fp8") == {0: 1.0}
+    model = torch.nn.ModuleList(RadixAttention(2, 576, 1.0, 1, 2, v_head_dim=512) for _ in range(2))
+    model[0].k_scale_float, model[1].k_scale_float = 2.0, 4.0
+    with pytest.raises(ValueError, match=r"layer 2 have k_scale 2\.0 and 4\.0"):
+        checked_k_scales(model, MLAKVCacheLayout("fp8"), ())
+    assert checked_k_scales(model, MLAKVCacheLayout("bf16"), ("flashmla",)) == {}
 
 
 def on_a_gpu(real):

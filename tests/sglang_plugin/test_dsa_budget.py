@@ -202,5 +202,8 @@ def test_a_k_scale_has_no_reader(hooked, scaled):
     if scaled == 1.0:
         assert pool_of(kvc, 128).k_scale(0) == 1.0
         return
-    with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0, and .*dsa does not multiply .*bf16"):
+    with pytest.raises(
+        ValueError,
+        match=r"k_scale=0\.5 in layer 0, and .*dsa does not multiply .*; use --kv-cache-layout bf16",
+    ):
         classes_of(kvc)

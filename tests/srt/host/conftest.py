@@ -68,8 +68,9 @@ def direct(controller_of):
 
     undo = []
 
-    def build(layout, page_size=4, store=None, whole_batches=False, **extra):
-        controller = controller_of(device_pool(layout, page_size=page_size, pages=9, **extra))
+    def build(layout, page_size=4, store=None, whole_batches=False, server=None, **extra):
+        pool = device_pool(layout, page_size=page_size, pages=9, **extra)
+        controller = controller_of(pool, **(server or {}))
         store = store or MemoryStore(tier_of(controller), whole_batches)
         store.tier = tier_of(controller)
         controller.storage_backend, controller.storage_host_pool = store, tier_of(controller)

@@ -8,8 +8,7 @@ import pools
 import pytest
 from cases import crossed
 from codec_oracle import LAYOUTS, narrower
-from direct_stores import KEYS, PUT, MemoryStore, filled, get, put
-from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, slots, tier_of
+from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, tier_of
 from pools import ARRANGEMENTS, DSA_PAGE, GUARD, LAYERS, assert_holds, at, device_pool, dsa_pool, fill, guard
 from test_dcp_pool import as_rank
 from test_hybrid_stores import fetch, files, stored
@@ -170,24 +169,3 @@ def test_rows_of_another_rank_are_not_taken(model_of, store, failures):
         fetch(again, prompt)
         again.check(prompt, 0)
     assert failures() == {"page_checksum": 2}
-
-
-def test_a_store_without_copies(controller_of, failures):
-    """As Mooncake's, which asks the tier for addresses of pages."""
-    controller = controller_of(device_pool("fp4", pages=9), **rank_of(1, 2))
-    tier = tier_of(controller)
-    store = controller.storage_backend = MemoryStore(tier)
-    controller.storage_host_pool = tier
-    wanted = filled(tier)
-    assert put(controller)
-    begins, sizes = tier.get_page_buffer_meta(slots(PUT, controller.page_size))
-    stride = page_memory(tier).shape[1]
-    assert begins == [tier.kv_buffer.data_ptr() + page * stride for page in PUT]
-    assert sizes == [stride] * 4
-    hits, found = get(controller)
-    assert hits == 4
-    assert np.array_equal(found[[0, 5, 2, 6], : tier.page_bytes], wanted[PUT, : tier.page_bytes])
-    store.pages[KEYS[2]] = store.pages[KEYS[0]]
-    assert get(controller)[0] == 2
-    assert failures() == {"page_checksum": 1}
-    controller.storage_backend = None

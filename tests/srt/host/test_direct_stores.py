@@ -9,17 +9,18 @@ from direct_stores import GOT, KEYS, PUT, Operation, filled, flipped, get, put
 from host_tier import page_memory, slots, stride_bytes, tier_of
 from pools import GUARD, LAYERS
 
-#: Layouts with different row sizes; page sizes include 61, a prime.
-CASES = list(itertools.product(["bf16", "fp4"], [1, 2, 61, 64]))
+#: Layouts with different row sizes; page sizes include 61, a prime; one of two ranks with `--dcp-size`.
+CASES = [*itertools.product(["bf16", "fp4"], [1, 2, 61, 64], [1]), ("fp4", 4, 2)]
 
 
 # -------------------------------------------------------------------- whole pages
 
 
-@pytest.mark.parametrize(("layout", "page_size"), CASES)
-def test_round_trip(direct, layout, page_size):
+@pytest.mark.parametrize(("layout", "page_size", "ranks"), CASES)
+def test_round_trip(direct, layout, page_size, ranks):
     """Stored pages end with a checksum; no other byte of the tier changes in either direction."""
-    first = direct(layout, page_size)
+    server = {"rank": ranks - 1, "tp_size": ranks, "dcp_size": ranks}
+    first = direct(layout, page_size, server=server)
     was = filled(tier_of(first))
     assert put(first)
     size = stride_bytes(LAYERS, page_size, ROW_BYTES[layout])
@@ -32,7 +33,7 @@ def test_round_trip(direct, layout, page_size):
     assert (sealed[PUT, -16:] != GUARD).any(axis=1).all()
     assert [len(page) for page in first.storage_backend.pages.values()] == [size] * 4
 
-    again = direct(layout, page_size, store=first.storage_backend)
+    again = direct(layout, page_size, store=first.storage_backend, server=server)
     hits, memory = get(again)
     assert hits == 4
     assert np.array_equal(memory[GOT], sealed[PUT])
@@ -64,18 +65,25 @@ DAMAGE = {
 
 @pytest.mark.parametrize("whole_batches", [False, True])
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_page_ends_the_prefix(direct, failures, caplog, damage, layout, whole_batches):
+@pytest.mark.parametrize("damage", [*DAMAGE, None])
+def test_a_damaged_or_unreadable_page_ends_the_prefix(
+    direct, failures, caplog, damage, layout, whole_batches
+):
     controller = direct(layout, 64, whole_batches=whole_batches)
     filled(tier_of(controller))
     assert put(controller)
     store, sealed = controller.storage_backend, page_memory(tier_of(controller)).copy()
-    store.pages[KEYS[2]] = DAMAGE[damage](store.pages[KEYS[2]])
+    if damage is None:
+        store.broken.add(KEYS[2])
+    else:
+        store.pages[KEYS[2]] = DAMAGE[damage](store.pages[KEYS[2]])
     hits, memory = get(controller)
     assert hits == 2
     assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])
-    assert failures() == {"page_checksum": 1}
+    assert failures() == {"page_checksum" if damage else "page_read": 1}
     assert f"page {KEYS[2]} of the store, host slot {2 * 64}" in caplog.text
+    # One batch; if it fails as a whole, page by page up to the bad page.
+    assert store.calls == (4 if whole_batches and damage is None else 1)
     assert get(controller, [4], [KEYS[3]])[0] == 1
 
 
@@ -92,22 +100,6 @@ def test_a_store_that_writes_nothing(direct, failures):
 
 
 # -------------------------------------------------------------------- reads that fail
-
-
-@pytest.mark.parametrize("whole_batches", [False, True])
-def test_a_failed_read_is_counted(direct, failures, caplog, whole_batches):
-    controller = direct("fp4", 64, whole_batches=whole_batches)
-    filled(tier_of(controller))
-    assert put(controller)
-    sealed = page_memory(tier_of(controller)).copy()
-    controller.storage_backend.broken.add(KEYS[2])
-    hits, memory = get(controller)
-    assert hits == 2
-    assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])
-    assert failures() == {"page_read": 1}
-    assert f"page {KEYS[2]} of the store, host slot {2 * 64}" in caplog.text
-    # One batch; if it fails as a whole, page by page up to the bad page.
-    assert controller.storage_backend.calls == (4 if whole_batches else 1)
 
 
 def test_a_store_that_is_gone(direct, failures):

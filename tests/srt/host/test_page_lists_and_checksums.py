@@ -1,7 +1,5 @@
 """Checks of slot lists against a brute-force search, and checksums of pages."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from sgl_kvpool.srt.host.page_format import (
     CHECKSUM_BYTES,
-    HostPageFormat,
     checksum,
     damage,
     first_damage,
@@ -111,23 +108,3 @@ def test_the_first_damaged_of_several(page_bytes):
     assert (place, what) == (3, "its checksum does not match its bytes, format and key")
     with pytest.raises(ValueError, match="9 pages for 8 keys"):
         first_damage(list(pages), "tag", keys[1:])
-
-
-@given(
-    layers=st.integers(1, 80),
-    page_size=st.sampled_from([1, 2, 61, 64, 128]),
-    row_bytes=st.sampled_from([1152, 656, 576, 416, 352]),
-)
-def test_sizes_of_a_page(layers, page_size, row_bytes):
-    content = layers * page_size * row_bytes
-    fmt = HostPageFormat.of_rows(content, page_size)
-    assert fmt.size_bytes >= content + CHECKSUM_BYTES
-    assert fmt.size_bytes % page_size == fmt.size_bytes % 16 == 0
-    assert fmt.bytes_per_token(page_size) * page_size == fmt.size_bytes
-    assert fmt.copied_bytes % 4096 == 0
-    assert 0 <= fmt.copied_bytes - fmt.size_bytes < 4096
-    if 100 * (fmt.size_bytes - content) > 3 * content:
-        assert fmt.size_bytes - content < 16 + math.lcm(16, page_size)  # as small as a page can be
-    aligned = -(-(content + 16) // math.lcm(4096, page_size)) * math.lcm(4096, page_size)
-    if 100 * (aligned - content) <= 3 * content:
-        assert fmt.size_bytes == aligned

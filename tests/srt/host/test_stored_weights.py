@@ -3,6 +3,7 @@
 Requests of real servers are in tests/engine/test_weight_updates.py.
 """
 
+import re
 import shutil
 import threading
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from sgl_kvpool.sglang_plugin.hooks import stores, weights
 from sgl_kvpool.srt.host import store_calls
 from sgl_kvpool.srt.host.served_weights import ServedWeights
 from sgl_kvpool.srt.pool import k_scales
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 KEY = "0123456789abcdef" * 4
 
@@ -324,35 +326,23 @@ def test_a_pool_takes_new_k_scales(published, followed):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "reason"),
+    ("pool", "readers", "scheduler", "reason"),
     [
-        ({"graph": object()}, "CUDA graphs have captured the old one"),
-        ({"mode": "prefill"}, "peers have compared the old one"),
+        ({}, "kvpool_mla", {"graph": object()}, "CUDA graphs have captured the old one"),
+        ({}, "kvpool_mla", {"mode": "prefill"}, "peers have compared the old one"),
+        ({"host_tier": HostTierOptions("fp4")}, "kvpool_mla", {}, "host tier converts rows with the old one"),
+        ({}, "flashmla", {}, "k_scale=4.0 in layer .*flashmla does not multiply .*kvpool_mla"),
     ],
 )
-def test_k_scales_that_are_kept_elsewhere_end_the_server(published, followed, scheduler, reason):
-    followed(device_pool("fp8", pages=9), model := Attention(1.0))
+def test_k_scales_that_are_kept_elsewhere_end_the_server(
+    published, followed, pool, readers, scheduler, reason
+):
+    followed(device_pool("fp8", pages=9, **pool), model := Attention(1.0), (readers,))
     model.load(4.0)
-    with pytest.raises(RuntimeError) as error:
+    changed = f"an update of weights has changed k_scale of layer {START} from 1.0 to 4.0, and "
+    with pytest.raises(RuntimeError if readers == "kvpool_mla" else ValueError) as error:
         k_scales.take_k_scales(scheduler_of(**scheduler))
     text = str(error.value)
-    assert text.startswith(f"an update of weights has changed k_scale of layer {START} from 1.0 to 4.0, and ")
-    assert reason in text
+    assert re.search(reason, text)
+    assert text.startswith(changed) == (readers == "kvpool_mla")
     assert "\n" not in text
-
-
-def test_a_host_tier_that_converts_with_k_scales_ends_the_server(published, followed):
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
-    pool = device_pool("fp8", pages=9, host_tier=HostTierOptions("fp4"))
-    followed(pool, model := Attention(1.0))
-    model.load(4.0)
-    with pytest.raises(RuntimeError, match="the host tier converts rows with the old one"):
-        k_scales.take_k_scales(scheduler_of())
-
-
-def test_a_backend_that_does_not_multiply_by_the_new_k_scale_ends_the_server(published, followed):
-    followed(device_pool("fp8", pages=9), model := Attention(1.0), ("flashmla",))
-    model.load(4.0)
-    with pytest.raises(ValueError, match="k_scale=4.0 in layer .*flashmla does not multiply"):
-        k_scales.take_k_scales(scheduler_of())
