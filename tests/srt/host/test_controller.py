@@ -20,9 +20,9 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sgl_kvpool.srt.host import tier_bytes
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-    monkeypatch.setattr(tier_bytes, "has_our_tier", lambda pool: False)
+    monkeypatch.setattr(LayoutMLATokenToKVPool, "has_our_tier", False)
     # Registering memory needs a CUDA driver.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
     names = []

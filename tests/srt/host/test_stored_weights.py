@@ -238,9 +238,9 @@ def test_pages_of_sglangs_own_host_pool_are_named_too(serve, controller_of, stor
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sgl_kvpool.srt.host import tier_bytes
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-    monkeypatch.setattr(tier_bytes, "has_our_tier", lambda pool: False)
+    monkeypatch.setattr(LayoutMLATokenToKVPool, "has_our_tier", False)
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
     server = serve()
     controller = controller_of(device_pool("bf16", pages=9), store=store)
