@@ -11,16 +11,10 @@ from sgl_kvpool.refusal import Refusal, Way
 from sgl_kvpool.sglang_plugin.hooks import state_tier, weights
 from sgl_kvpool.sglang_plugin.options import HOST_SHARING, config_of, record
 from sgl_kvpool.sglang_plugin.registry import around, uses
-from sgl_kvpool.srt.host import agreement, state_transfers
+from sgl_kvpool.srt.host import agreement, state_transfers, tier_bytes
 from sgl_kvpool.srt.host.memory import require_room, warn_of_small_tier
 from sgl_kvpool.srt.host.store_calls import wrap_calls
-from sgl_kvpool.srt.host.tier_bytes import (
-    TierBytes,
-    capacity,
-    has_our_tier,
-    holds_our_rows,
-    own_draft_bytes,
-)
+from sgl_kvpool.srt.host.tier_bytes import holds_our_rows
 from sgl_kvpool.transfer.host_options import NODE, RANK
 from sgl_kvpool.transfer.store_folders import FILE_STORES
 
@@ -62,10 +56,10 @@ def _estimate_hicache_bytes(original, params, draft_plan):
     index keys and a draft's own tier get a slot for each.
     """
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    if not has_our_tier(getattr(pool, "full_kv_pool", pool)):
+    if not tier_bytes.has_our_tier(getattr(pool, "full_kv_pool", pool)):
         return original(params, draft_plan)
     own_drafts = draft_plan is not None and draft_plan.mode == "sidecar"
-    return TierBytes.of(
+    return tier_bytes.TierBytes.of(
         pool,
         getattr(params.req_to_token_pool, "mamba_pool", None),
         params.mtp_draft_device_pools,
@@ -83,10 +77,10 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     """The host pool of a target, with the drafts that are packed with it."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
-    if not has_our_tier(kv_pool):
+    if not tier_bytes.has_our_tier(kv_pool):
         tier = original(kv_pool=kv_pool, **kwargs)
         _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())))
-        warn_of_small_tier(tier, capacity(kv_pool))
+        warn_of_small_tier(tier, tier_bytes.capacity(kv_pool))
         return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory, get_parallel, get_server_args
@@ -120,7 +114,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         record(get_server_args(), host_tier=replace(kv_pool.host_tier, sharing=RANK))  # what is in use
         tier = build(None)
     state_tier.row_tier_built(tier)
-    warn_of_small_tier(tier, capacity(kv_pool))
+    warn_of_small_tier(tier, tier_bytes.capacity(kv_pool))
     return tier
 
 
@@ -175,10 +169,10 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
             f"{HOST_SHARING.flag} {NODE}",
             Way(f"start the server with {HOST_SHARING.flag} {RANK}", add=(f"{HOST_SHARING.flag}={RANK}",)),
         )
-    if not has_our_tier(pool):
+    if not tier_bytes.has_our_tier(pool):
         tokens = kwargs.get("host_token_capacity")
         if tokens is not None:
-            require_room(tokens * own_draft_bytes(pool), tokens)
+            require_room(tokens * tier_bytes.own_draft_bytes(pool), tokens)
         return original(pool=pool, **kwargs)
     return HierarchicalMLAHostPool(pool, host_size=0, with_checksum=False, **kwargs)
 
