@@ -11,7 +11,7 @@ namespace ptxrun {
 
 // Of a function that touches nothing but its lane of registers, so that lanes are vectorised.
 template <class F>
-inline void each_lane(u32 m, F f) {
+[[gnu::flatten]] inline void each_lane(u32 m, F f) {
   if (m == ~0u) {
 #pragma GCC ivdep
     for (int l = 0; l < 32; l++) f(l);
