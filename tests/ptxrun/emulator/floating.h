@@ -34,10 +34,7 @@ HANDLER(half_arith) {
       auto half = [=](int l, int h) -> u64 {
         return encode(f(decode(a[l] >> h, t), decode(b[l] >> h, t), decode(c[l] >> h, t)), t);
       };
-      if (two)
-        each_lane(m, [=](int l) { d[l] = half(l, 0) | half(l, 16) << 16; });
-      else
-        each_lane(m, [=](int l) { d[l] = half(l, 0); });
+      each_lane(m, [=](int l) { d[l] = half(l, 0) | (two ? half(l, 16) << 16 : 0); });
     };
     if constexpr (t == F16 || t == BF16) switch (in.a) {
         case FADD: return with([](double p, double q, double) { return add_odd(p, q); });

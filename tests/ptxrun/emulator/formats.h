@@ -9,10 +9,7 @@ inline float as_f32(u64 b) { return std::bit_cast<float>((u32)b); }
 
 inline u32 f32_bits(float x) { return x != x ? 0x7fffffffu : std::bit_cast<u32>(x); }
 
-inline float flush(float x) {
-  u32 b = std::bit_cast<u32>(x);
-  return std::bit_cast<float>(b & 0x7f800000 ? b : b & 0x80000000);
-}
+inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 
 enum Round : u8 { RN, RZ };
 

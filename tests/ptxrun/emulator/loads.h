@@ -17,14 +17,10 @@ static u64 wavefronts(u32 m, const u64* off, u32 size) {
       conflict |= banks & own;
       banks |= own;
     }
-    if (!conflict) {
-      total += banks != 0;
-      continue;
-    }
     u32 words[32][8];
     u8 n[32] = {};
-    u32 most = 0;
-    for (u32 l = g; l < g + group; l++)
+    u32 most = !conflict && banks;
+    for (u32 l = g; conflict && l < g + group; l++)
       if (m >> l & 1)
         for (u32 b = off[l] & ~3u; b < off[l] + size; b += 4) {
           u32 k = b / 4, bank = k & 31;
@@ -57,12 +53,7 @@ static u64 sectors(u32 m, const u64* a, u32 size) {
 
 static void tally(Machine& x, const Inst& in, u32 m, const u64* a, u32 size) {
   bool shared = in.space == SHARED;
-  u64 bytes = (u64)std::popcount(m) * size, step = a[1] - a[0], apart = ~m || (step && step != size), units;
-  for (int l = 0; l < 32; l++) apart |= a[l] - a[0] - l * step;
-  if (!apart)  // consecutive lanes, or all at one address
-    units = shared ? std::max(1u, size / 4) : (a[31] + size - 1) / 32 - a[0] / 32 + 1;
-  else
-    units = shared ? wavefronts(m, a, size) : sectors(m, a, size);
+  u64 bytes = (u64)std::popcount(m) * size, units = shared ? wavefronts(m, a, size) : sectors(m, a, size);
   // Lanes that read the same address need fewer units than their bytes.
   x.count(in, units, std::min(units, shared ? (bytes + 127) / 128 : (bytes + 31) / 32), bytes);
 }

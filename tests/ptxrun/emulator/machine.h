@@ -9,14 +9,20 @@ namespace ptxrun {
 
 #define HANDLER(name) static void name(Machine& x, Warp& w, const Inst& in, u32 m)
 
+template <class F>
+inline void lanes(u32 m, F f) {
+  if (m == ~0u)
+    for (int l = 0; l < 32; l++) f(l);
+  else
+    for (; m; m &= m - 1) f(std::countr_zero(m));
+}
+
 // Of a function that touches nothing but its lane of registers, so that lanes are vectorised.
 template <class F>
 [[gnu::flatten]] inline void each_lane(u32 m, F f) {
-  if (m == ~0u) {
+  if (m != ~0u) return lanes(m, f);
 #pragma GCC ivdep
-    for (int l = 0; l < 32; l++) f(l);
-  } else
-    for (; m; m &= m - 1) f(std::countr_zero(m));
+  for (int l = 0; l < 32; l++) f(l);
 }
 
 // Calls f with an integer of as many bytes, so that loops over them are compiled for this size.
@@ -32,13 +38,8 @@ inline void by_size(u32 bytes, F f) {
   }
 }
 
-template <class F>
-inline void lanes(u32 m, F f) {
-  if (m == ~0u)
-    for (int l = 0; l < 32; l++) f(l);
-  else
-    for (; m; m &= m - 1) f(std::countr_zero(m));
-}
+// Its megabytes remain from launch to launch: the system needs longer to hand them out than most launches take.
+inline thread_local Cta kept;
 
 struct Machine {
   Module& m;
@@ -46,7 +47,7 @@ struct Machine {
   Config c;
   Rng rng;
   vector<Region>& regions;
-  Cta& cta = kept();
+  Cta& cta = kept;
   int warps = 0;
   u32 threads = 0, grid[3];
   u32 shared_limit = 0;
@@ -59,12 +60,6 @@ struct Machine {
   const Inst* now = nullptr;
 
   Machine(Module& mm, Func& k, Config cc, vector<Region>& r) : m(mm), kernel(k), c(cc), rng(cc.seed), regions(r) {}
-
-  // Its megabytes remain from launch to launch: the system needs longer to hand them out than most launches take.
-  static Cta& kept() {
-    static thread_local Cta cta;
-    return cta;
-  }
 
   // Where an instruction is, faults (which end a launch) and reports (which do not).
   string where(const Warp& w, const Inst& in, int lane = -1);

@@ -24,7 +24,7 @@ static const Op& part_of(const Op& o, int i) { return o.k == VEC ? o.v[i] : o; }
 
 // Operands of a product as its lanes take them. Lane l of a register of D has row l / 4, of the upper 8 if the
 // register's bit 1 is set, and column 2 * (l % 4) + bit 0 of 8 columns for each four registers.
-alignas(64) static double A[2][16][32];   // by half of the rows, k, lane
+alignas(64) static double A[2][16][32];  // by half of the rows, k, lane
 alignas(64) static double B[64][16][8];  // by eight columns, bit 0; k; lane, twice
 typedef double Octet __attribute__((vector_size(64), may_alias));
 
@@ -37,18 +37,19 @@ constexpr auto put_b = [](int column, int k, double v) {
   lanes[0] = lanes[4] = v;
 };
 
-// The 16 rows of A that a warp has in four registers, of pairs unless they are of tf32.
-static void rows_of_a(const u64* v, int i, T t) {
+// Rows that a warp has in its register i of four, of pairs unless they are of tf32. B has two, as 0 and 2.
+template <class F>
+static void rows_of(const u64* v, int i, T t, F put) {
   for (int l = 0; l < 32; l++)
     if (t == TF32)
-      put_a((l >> 2) + 8 * (i & 1), (l & 3) + 4 * (i >> 1), decode(v[l], t));
+      put((l >> 2) + 8 * (i & 1), (l & 3) + 4 * (i >> 1), decode(v[l], t));
     else
       for (int h = 0; h < 2; h++)
-        put_a((l >> 2) + 8 * (i & 1), 2 * (l & 3) + (i >> 1) * 8 + h, decode(v[l] >> (16 * h), t));
+        put((l >> 2) + 8 * (i & 1), 2 * (l & 3) + (i >> 1) * 8 + h, decode(v[l] >> (16 * h), t));
 }
 
-// Of D's registers i and i + 2, where bit 1 of i is 0; from `c` (null: zeros) to `d`. Option mma 0: sums in double, then
-// rounded to float32.
+// Of D's registers i and i + 2, where bit 1 of i is 0; from `c` (null: zeros) to `d`. Option mma 0: sums in double,
+// then rounded to float32.
 static void product(Machine& x, int depth, int i, const u64* const* c, u64* const* d) {
   alignas(64) double s[2][32];
   auto& b = B[i >> 2 << 1 | (i & 1)];
@@ -74,15 +75,8 @@ static void product(Machine& x, int depth, int i, const u64* const* c, u64* cons
 
 HANDLER(mma_sync) {  // m16n8k16, in.t the operands' type, float32 results
   if (m != ~0u) x.fault(w, in, "mma.sync needs all lanes");
-  for (int i = 0; i < 4; i++) rows_of_a(x.rd(w, in, in.o[1].v[i], m), i, in.t);
-  for (int i = 0; i < 2; i++) {
-    const u64* v = x.rd(w, in, in.o[2].v[i], m);
-    for (int l = 0; l < 32; l++)
-      if (in.t == TF32)
-        put_b(l >> 2, (l & 3) + 4 * i, decode(v[l], TF32));
-      else
-        for (int h = 0; h < 2; h++) put_b(l >> 2, 2 * (l & 3) + i * 8 + h, decode(v[l] >> (16 * h), in.t));
-  }
+  for (int i = 0; i < 4; i++) rows_of(x.rd(w, in, in.o[1].v[i], m), i, in.t, put_a);
+  for (int i = 0; i < 2; i++) rows_of(x.rd(w, in, in.o[2].v[i], m), 2 * i, in.t, put_b);
   u64 r[4][32];
   const u64* c[4];
   for (int i = 0; i < 4; i++) c[i] = x.rd(w, in, in.o[3].v[i], m);
@@ -165,7 +159,7 @@ void Machine::compute_wgmma(Warp& w, WgOp& g) {
   bool ta = !tf && !regs && in.o[6].off, tb = !tf && in.o[regs ? 6 : 7].off;
   if (in.o[4].off != 1 || in.o[5].off != 1) fault(w, in, "a wgmma with a factor other than 1");
   if (regs)
-    for (int i = 0; i < 4; i++) rows_of_a(&w.reg[(size_t)in.o[1].v[i].r * 32], i, in.t);
+    for (int i = 0; i < 4; i++) rows_of(&w.reg[(size_t)in.o[1].v[i].r * 32], i, in.t, put_a);
   else
     fetch_operand(*this, w, g, g.a, ta, 16 * (w.id % 4), 16, put_a);
   fetch_operand(*this, w, g, g.b, tb, 0, in.a, put_b);

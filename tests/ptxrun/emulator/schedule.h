@@ -53,19 +53,11 @@ void Machine::run_cta(u64 number) {
   cta.init.assign(bytes, 0);
   cta.bars.clear();
   cta.mbars.clear();
-  if (size_t words = bytes / 4; cta.we.size() != words || cta.re.size() != words * warps) {
-    cta.we.assign(words, {});
-    cta.re.assign(words * warps, {});
-    cta.are.assign(words / 4 * warps, {});
-    cta.used.assign((bytes >> kUsedShift) + 1, 0);
-  } else
-    for (size_t k = 0; k < cta.used.size(); k++)
-      if (std::exchange(cta.used[k], 0)) {
-        size_t first = (k << kUsedShift) / 4, n = std::min<size_t>(words - first, (1 << kUsedShift) / 4);
-        std::fill_n(cta.we.begin() + first, n, WriteEpoch());
-        for (int g = 0; g < warps; g++) std::fill_n(cta.re.begin() + g * words + first, n, ReadEpoch());
-        std::fill_n(cta.are.begin() + first / 4 * warps, n / 4 * warps, GranuleReads());
-      }
+  if (c.races) {
+    cta.we.assign(bytes / 4, {});
+    cta.re.assign(bytes / 4 * warps, {});
+    cta.are.assign(bytes / 16 * warps, {});
+  }
   cta.live = warps;
   cta.warps.resize(warps);
   for (int i = 0; i < warps; i++) {

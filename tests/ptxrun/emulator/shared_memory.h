@@ -42,9 +42,7 @@ inline void Machine::shared_read(Warp& w, const Inst& in, u32 off, u32 size, int
     constexpr u32 n = sizeof z;
     written(w, in, off, z, lane);
     if (!c.races) return;
-    cta.used[off >> kUsedShift] = 1;
-    u32 me = w.id, clock = w.vc[me];
-    cta.are[(size_t)(off / 16) * warps + me].own = clock;
+    u32 me = w.id, clock = cta.are[(size_t)(off / 16) * warps + me].own = w.vc[me];
     for (u32 b = off & ~3u; b < (off & ~3u) + n; b += 4) {
       auto& e = cta.we[b / 4];
       if (!before(w.vc, e.clock, e.agent) && e.agent != me && (mask_of(off, n) & e.mask)) [[unlikely]]
@@ -73,7 +71,6 @@ inline void Machine::mark_write(Warp& w, const Inst& in, u32 off, u32 size, int 
     constexpr u32 n = sizeof z;
     memset(&cta.init[off], 1, n);
     if (!c.races) return;
-    cta.used[off >> kUsedShift] = 1;
     u8 mask = mask_of(off, n);
     u32 first = off & ~3u;
     GranuleReads* r = &cta.are[(size_t)(off / 16) * warps];
@@ -111,7 +108,6 @@ inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 clock, con
                                 const Clock& pvc) {
   written(w, in, off, (unsigned __int128)0, -1);
   if (!c.races) return;
-  cta.used[off >> kUsedShift] = 1;
   for (u32 b = off; b < off + 16; b += 4) {
     auto& e = cta.we[b / 4];
     if (!before(vc, e.clock, e.agent)) [[unlikely]]
@@ -123,7 +119,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, u32 off, u32 clock, con
              e.line);
   }
   auto& r = cta.are[(size_t)(off / 16) * warps + w.id];
-  r = {clock, in.line, r.own};
+  r = {{clock, in.line}, r.own};
 }
 
 inline void Machine::release(Warp& w, Clock& vc, Clock& pvc) {

@@ -60,8 +60,8 @@ struct ReadEpoch {
 };
 
 // Reads of 16 bytes by a warp: the last by its wgmma, and the clock of the last by itself of any byte.
-struct GranuleReads {
-  u32 clock, line, own;
+struct GranuleReads : ReadEpoch {
+  u32 own;
 };
 
 // A barrier of a CTA. `vc` joins what its arrivals released, `pvc` the part of it that the asynchronous proxy may see.
@@ -139,7 +139,6 @@ struct Warp {
   Entry& top() { return st.back(); }
 };
 
-constexpr int kUsedShift = 10;
 struct Cta {
   u32 id[3];
   u64 linear = 0;
@@ -147,7 +146,6 @@ struct Cta {
   vector<WriteEpoch> we;  // by 4-byte word
   vector<ReadEpoch> re;   // by warp and word
   vector<GranuleReads> are;  // by 16 bytes and warp
-  vector<u8> used;        // by 2^kUsedShift bytes: whether one of the three was set
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
   int live = 0;  // warps that have not ended
