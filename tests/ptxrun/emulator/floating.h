@@ -108,14 +108,10 @@ HANDLER(c_setp) {  // in.a: the comparison
   u64* d = x.wr(w, in, 0, m);
   // For which results it is true: 1 less, 2 equal, 4 greater, 8 unordered.
   static const u8 sets[] = {2, 5, 1, 3, 4, 6, 10, 13, 9, 11, 12, 14, 7, 8};
-  u8 set = sets[in.a];
-  auto holds = [=](auto p, auto q) { return (set & (p < q ? 1 : p == q ? 2 : p > q ? 4 : 8)) != 0; };
+  auto holds = [set = sets[in.a]](auto p, auto q) { return (set & (p < q ? 1 : p == q ? 2 : p > q ? 4 : 8)) != 0; };
   if (in.t == F32) {
-    bool ftz = in.ftz;
-    each_lane(m, [=](int l) {
-      float p = as_f32(a[l]), q = as_f32(b[l]);
-      d[l] = ftz ? holds(flush(p), flush(q)) : holds(p, q);
-    });
+    auto value = [ftz = in.ftz](u64 v) { return ftz ? flush(as_f32(v)) : as_f32(v); };
+    each_lane(m, [=](int l) { d[l] = holds(value(a[l]), value(b[l])); });
     return;
   }
   by_int(in.t, [&](auto z) {
@@ -184,12 +180,11 @@ HANDLER(v_cvt) {  // in.t destination, in.t2 source, in.b: saturated, in.c: as `
     const u64* b = st == F32 ? x.rd(w, in, 2, m) : nullptr;
     int bits = bits_of(dt) / 2;
     by_float(dt, [&](auto t) {
+      auto pack = [=](double low, double high) { return encode(low, t) | encode(high, t) << bits; };
       if (b)
-        each_lane(m, [&](int l) { r[l] = encode(as_f32(b[l]), t) | encode(as_f32(a[l]), t) << bits; });
+        each_lane(m, [&](int l) { r[l] = pack(as_f32(b[l]), as_f32(a[l])); });
       else
-        each_lane(m, [&](int l) {
-          r[l] = encode(decode(a[l], E4M3X2), t) | encode(decode(a[l] >> 8, E4M3X2), t) << bits;
-        });
+        each_lane(m, [&](int l) { r[l] = pack(decode(a[l], E4M3X2), decode(a[l] >> 8, E4M3X2)); });
     });
   } else if (is_float(st) && !is_float(dt))
     by_int(dt, [&](auto y) {

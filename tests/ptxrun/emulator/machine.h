@@ -74,8 +74,7 @@ struct Machine {
   const u64* rd_other(Warp& w, const Inst& in, const Op& o, u32 mask);
 
   [[gnu::always_inline]] const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask) {
-    bool plain = o.k == REG && !o.neg && !(mask & ~w.def[o.r]);
-    return plain ? &w.reg[(size_t)o.r * 32] : rd_other(w, in, o, mask);
+    return o.k == REG && !o.neg && !(mask & ~w.def[o.r]) ? &w.reg[(size_t)o.r * 32] : rd_other(w, in, o, mask);
   }
 
   const u64* rd(Warp& w, const Inst& in, int i, u32 mask) { return rd(w, in, in.o[i], mask); }

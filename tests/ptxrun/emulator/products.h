@@ -33,8 +33,7 @@ constexpr auto put_a = [](int row, int k, double v) {
 };
 
 constexpr auto put_b = [](int column, int k, double v) {
-  double* lanes = B[column >> 3 << 1 | (column & 1)][k] + (column >> 1 & 3);
-  lanes[0] = lanes[4] = v;
+  for (int l : {0, 4}) B[column >> 3 << 1 | (column & 1)][k][(column >> 1 & 3) + l] = v;
 };
 
 // Rows that a warp has in its register i of four, of pairs unless they are of tf32. B has two, as 0 and 2.
@@ -55,13 +54,12 @@ static void product(Machine& x, int depth, int i, const u64* const* c, u64* cons
   auto& b = B[i >> 2 << 1 | (i & 1)];
   for (int h = 0; h < 2; h++)
     for (int l = 0; l < 32; l++) s[h][l] = c ? as_f32(c[h][l]) : 0.0;
-  if (x.c.mma) {
-    for (int l = 0; l < 64; l++) {
-      double p[16], q[16];
-      for (int k = 0; k < depth; k++) p[k] = A[l >> 5][k][l & 31], q[k] = b[k][l & 3];
-      s[l >> 5][l & 31] = dot(p, q, depth, s[l >> 5][l & 31]);
-    }
-  } else {
+  for (int l = 0; l < 64 && x.c.mma; l++) {
+    double p[16], q[16];
+    for (int k = 0; k < depth; k++) p[k] = A[l >> 5][k][l & 31], q[k] = b[k][l & 3];
+    s[l >> 5][l & 31] = dot(p, q, depth, s[l >> 5][l & 31]);
+  }
+  if (!x.c.mma) {
     Octet sum[8];
     memcpy(sum, s, sizeof s);
     for (int k = 0; k < depth; k++)

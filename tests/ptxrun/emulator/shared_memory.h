@@ -39,13 +39,12 @@ inline u8 mask_of(u32 off, u32 size) { return size < 4 ? ((1 << size) - 1) << (o
 
 inline void Machine::shared_read(Warp& w, const Inst& in, u32 off, u32 size, int lane) {
   by_size(size, [&](auto z) {
-    constexpr u32 n = sizeof z;
     written(w, in, off, z, lane);
     if (!c.races) return;
     u32 me = w.id, clock = cta.are[(size_t)(off / 16) * warps + me].own = w.vc[me];
-    for (u32 b = off & ~3u; b < (off & ~3u) + n; b += 4) {
+    for (u32 b = off & ~3u; b < (off & ~3u) + sizeof z; b += 4) {
       auto& e = cta.we[b / 4];
-      if (!before(w.vc, e.clock, e.agent) && e.agent != me && (mask_of(off, n) & e.mask)) [[unlikely]]
+      if (!before(w.vc, e.clock, e.agent) && e.agent != me && (mask_of(off, size) & e.mask)) [[unlikely]]
         race(w, in, b, "reads", "write", e.line, e.agent, lane);
       cta.reader(me, b) = {clock, in.line};
     }
