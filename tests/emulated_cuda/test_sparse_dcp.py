@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 TOKENS = 1024
 #: Tokens that prompts share, and that each has for itself, of which an indexer selects `TOP_K`: with 2048, a
 #: prefill over stored rows would take ten minutes here. Prompts end within a group of ranks.
-LENGTHS, TOP_K = (256, 127), 128
+LENGTHS, TOP_K = (256, 127), 192
 #: Tokens per step of each prompt in `fp4` without `--dcp-size`, as measured with the same checkpoint.
 ACCEPTED = [4 / 3, 2.0, 8 / 3]
 
