@@ -137,6 +137,19 @@ def test_a_mixed_batch_that_is_planned_for_another_mode(layout, kernel):
     close(run(case, "EXTEND", planned_as="MIXED"), case.wanted())
 
 
+def test_a_batch_without_keys_reads_nothing(kernel):
+    """An idle rank's batch: its tokens have empty index lists."""
+    case = Case("fp4", [1, 1], [0, 0], *PAIRS["fp4"])
+    q = torch.randn(2, 4, 576).bfloat16()
+    rows = case.pool.get_key_buffer(6)
+    none = torch.full((2, TOP_K), -1, dtype=torch.int32)
+    out = case.backend._forward_flashmla_sparse(
+        q_all=q, kv_cache=rows, v_head_dim=RANK, page_table_1=none, sm_scale=1.0, topk_length=None
+    )
+    assert (out == 0).all()
+    assert out.shape == (2, 4, RANK)
+
+
 # -------------------------------------------------------------------- pooled index keys
 
 KPOOL = 4

@@ -159,6 +159,16 @@ def on_machines(case):
     return run
 
 
+def flushed(ranks):
+    """SGLang's /flush_cache clears tree and tier."""
+    model = ranks.model()
+    model.put(LONGER)
+    model.cache.reset()
+    model.put(OTHER)
+    model.evict()
+    return {"lengths": [model.check(LONGER), model.check(OTHER)]}
+
+
 def mixture(seed):
     """Many prompts in a small host tier with occasional faults, in the same order on every rank."""
 
@@ -208,6 +218,7 @@ CASES = {
     **{f"lost-draft-{rank}": lost(rank, drafts=1) for rank in range(RANKS)},
     **{f"refused-{rank}": refused_backup(rank) for rank in range(RANKS)},
     **{f"moved-{rank}": moved(rank) for rank in range(RANKS)},
+    "flushed": flushed,
     **{f"other-list-{rank}": other_list(rank) for rank in (0, 2)},
     "write-back-later": write_back_later,
     "aborted": aborted,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host_tier import backup, host_pool, load, page_memory, slots
-from pools import GUARD, dsa_pool, everything
+from pools import GUARD, device_pool, dsa_pool, everything
 from test_controller import Broken, torch_too
 from test_every_model import family
 from test_hybrid_stores import files, stored
@@ -24,6 +24,10 @@ SKIPPED = [False, False, False, True, True, True, False]
 def sparse(layout="fp4", layers=7, pages=6, **extra):
     skipped = {"skip_topk_layers": SKIPPED} if layers == 7 else {}
     return dsa_pool(layout, start_layer=0, layer_num=layers, size=pages * PAGE, **skipped, **extra)
+
+
+def dense(layout, **extra):
+    return device_pool(layout, page_size=PAGE, pages=7, layers=7, start_layer=0, **extra)
 
 
 def parts_of(target, draft):
@@ -58,6 +62,22 @@ def test_a_layer_arrives_with_its_index_keys(label):
             for page in range(len(data)):
                 expected = place + 1 if arrived and page in (1, 4) else GUARD
                 assert (data[page] == expected).all(), (layer, name, page)
+
+
+@pytest.mark.parametrize(
+    ("target", "layout", "host"),
+    [(sparse, "bf16", "same"), (sparse, "bf16", "fp4"), (sparse, "fp4", "same"), (dense, "fp4", "same")],
+)
+def test_a_page_has_all_bytes_of_the_pools(target, layout, host):
+    """SGLang compares what target and draft declare, and neither declares index keys."""
+    from sgl_kvpool.srt.pool.regions import canonical_view
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    options = {"host_tier": HostTierOptions(layout=host)}
+    pools = [target(layout, **options), sparse(layout, layers=1, **options)]
+    content_bytes = sum(group.bytes_per_page for pool in pools for group in canonical_view(pool).groups)
+    narrower = 8 * PAGE * (1152 - 416) if host == "fp4" and layout == "bf16" else 0
+    assert host_pool(pools[0], draft_pools=pools[1:]).page_bytes == content_bytes - narrower
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,10 @@ def test_a_mixture_of_pressure_and_faults(seen, seed):
     assert [rank["leaked"] for rank in seen[case]] == [0] * RANKS
 
 
+def test_a_tier_that_was_flushed_goes_on(seen):
+    assert agreed(seen["flushed"]) == ([0, len(OTHER)], [{}] * RANKS)
+
+
 def test_what_the_first_rank_cannot_read_ends_the_prefix_on_all(seen):
     lengths, failures = agreed(seen["store-0"])
     assert lengths == [4 * PAGE_SIZE]

@@ -210,6 +210,23 @@ def test_a_full_disk(controller_of, store, failures):
     assert get(controller)[0] == 4
 
 
+def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failures):
+    """SGLang's backup thread stops there, and goes on with later operations."""
+    controller = controller_of(device_pool("fp4", pages=9), store=store)
+    wanted = filled(controller)
+    tier_of(controller)._lost.set(1, True)
+    controller.write_storage(slots([0, 3, 1, 2], PAGE_SIZE), list(range(16)), hash_value=KEYS)
+    assert controller.ack_backup_queue.get(timeout=20).completed_tokens == 0
+    assert failures() == {"page_write": 1}
+    assert list(files(store)) == ["0", "1"]
+    controller.write_storage(slots([7, 5], PAGE_SIZE), list(range(8)), hash_value=KEYS[2:])
+    assert controller.ack_backup_queue.get(timeout=20).completed_tokens == 8
+    assert failures() == {"page_write": 1}
+    hits, found = get(controller)
+    assert hits == 4
+    assert np.array_equal(found[[0, 5, 2, 6]], wanted[[0, 3, 7, 5]])
+
+
 # ------------------------------------------------------------------ names of files
 
 
