@@ -82,18 +82,19 @@ def test_drafts_of_ranks_that_share_a_prefix_pool(answers):
 
 
 def test_a_sparse_model_over_ranks(answers):
-    """Without the kernels that its command names, which do not merge ranks, all layouts but one serve it."""
+    """Its command names a dtype, and kernels that do not merge ranks; without them only `fp8` is refused."""
     (found,) = (each["refused"] for each in answers if each["id"] == "glm52-dcp8")
-    named = "--dsa-prefill-backend flashmla_kv and --dsa-decode-backend flashmla_kv cannot read rows of "
     for layout in MLAKVCacheLayout:
+        ours = f"--kv-cache-layout {layout}"
         as_published, without = found[layout]
         if layout is MLAKVCacheLayout.FP8_NOPE_FP8_ROPE:
-            assert without.startswith("--dcp-size 8 does not work with --kv-cache-layout fp8 and Glm")
-            assert without.endswith("; leave it out")
+            assert without.startswith(f"--dcp-size 8 does not work with {ours} and Glm")
             continue
-        assert named in as_published
-        assert as_published.endswith("; leave them out, and both phases use kvpool_mla, under SGLang's name")
         assert without is None
+        kernels = " and ".join(f"--dsa-{phase}-backend flashmla_kv" for phase in ("prefill", "decode"))
+        said = f"{kernels} cannot read rows of {ours} with --dcp-size 8; leave them out, and both phases use "
+        dtype = f"--kv-cache-dtype fp8_e4m3 contradicts {ours}; leave it out, "
+        assert as_published.startswith((said, dtype))
 
 
 def test_the_page_has_the_table(answers):

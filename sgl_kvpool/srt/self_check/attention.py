@@ -57,15 +57,17 @@ class _Requests:
             torch.randn(len(lengths), heads, width, generator=generator).bfloat16().to(rows.device),
         )
 
-    def lists(self, ranks: int) -> torch.Tensor:
+    def lists(self, pool: Any) -> torch.Tensor:
         """`[requests, rows * ranks]` int32: slots of each request, padded with -1.
 
-        With several ranks (`--dcp-size`), a list has a slot of each in turn, and each rank checks its own.
+        With several ranks (`--dcp-size`), a list has slots of each in turn, which are wrong rows on others.
         """
+        ranks = pool.dcp_size
         lists = self.slots.new_full((len(self.lengths), max(self.lengths) * ranks), -1, dtype=torch.int32)
         turns = torch.arange(ranks, device=lists.device)
         for own, slots in zip(lists, self.slots.split(self.lengths), strict=True):
-            own[: len(slots) * ranks] = global_slots(slots[:, None], turns, ranks).flatten()
+            every = torch.where(turns == pool.dcp_rank, slots[:, None], slots[:1])
+            own[: len(slots) * ranks] = global_slots(every, turns, ranks).flatten()
         return lists
 
     def attended(self, pool: Any, layer_id: int, scale: float) -> torch.Tensor:
@@ -107,7 +109,7 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1] // ranks)
     count, device = len(requests.lengths), requests.slots.device
     own = torch.arange(count, 0, -1, device=device)
-    rows, lists = pool.get_row_buffer(layer.layer_id).squeeze(1), requests.lists(ranks)
+    rows, lists = pool.get_row_buffer(layer.layer_id).squeeze(1), requests.lists(pool)
     listed = (own, slice(0, lists.shape[1]))
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots)), (table, listed)):
         table[listed] = lists.to(table.dtype)
@@ -157,7 +159,7 @@ def check_lists(
     with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots))):
         _store(pool, SimpleNamespace(layer_id=layer_id), requests.slots, requests.keys)
         kv_lens = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device) * pool.dcp_size
-        found = attend(requests.q, rows, requests.lists(pool.dcp_size), kv_lens, scale)[0].cpu()
+        found = attend(requests.q, rows, requests.lists(pool), kv_lens, scale)[0].cpu()
     return _compare(found, requests, pool, layer_id, scale)
 
 
