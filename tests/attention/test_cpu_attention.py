@@ -85,7 +85,7 @@ def error(case, found):
 def test_as_exact_as_torch(layout, monkeypatch):
     """Float32 queries, whose results are not rounded, over 3000 rows.
 
-    The order of MKL's sums depends on the CPU: with Sapphire Rapids' torch is off by 0.7 of what we are.
+    The order of MKL's sums depends on the CPU: on one of model 207 torch is off by 0.7 of what we are.
     """
     case = make_case(layout, heads=4, counts=((3000,),), width=3000, dtype=torch.float32)
     found = error(case, attended(case))

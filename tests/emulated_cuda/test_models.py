@@ -229,6 +229,9 @@ def distances(answers, oracle):
                 exact, rounded = ([x[cut] for x in wanted[dtype]] for dtype in ("float32", "bfloat16"))
                 own = [said(answer, part) for answer in one]
                 found[name][part] = mean_distance(own, exact), mean_distance(rounded, exact)
+                found[name][part, "each"] = [
+                    mean_distance([a], [b]) for a, b in zip(rounded, exact, strict=True)
+                ]
                 print(f"{name} {part}: %.4f from transformers, bfloat16 %.4f" % found[name][part])
         return found[name]
 
@@ -251,19 +254,18 @@ def test_log_probabilities_are_transformers(name, part, distances):
 def test_tokens_of_graphs_prefixes_and_batches(name, answers, distances):
     """Alone, with a prefix hit, and at once: the same tokens, from graphs of prefill and decode.
 
-    Dense ranks attend a prompt in the MHA form, but absorbed at once with one that has a prefix: they were
-    less than half as far apart as arithmetic in bfloat16 puts them. Sparse ranks have one form, and were a
-    fifth as far. Tokens that are nearer than twice that arithmetic are a tie.
+    Sums of batches of other sizes are rounded otherwise, on one kind of CPU more than on another, and FP4
+    takes other codes then: a request may be twice as far from itself as bfloat16 puts it from float32, and
+    tokens that are nearer are a tie. Beside a prompt that has a prefix, dense ranks attend in another form,
+    and SGLang gathers a sparse model's rows of all requests as they are stored (RAGGED).
     """
-    found, model, bound, tie = answers(name), MODELS[name], math.inf, 0
-    if model.is_spread:
-        _, arithmetic = distances(name)["output"]
-        bound, tie = arithmetic * (0.4 if model.is_sparse else 0.7), 2 * arithmetic
-    far, expected = zip(
-        *(at_once(*each, tie) for each in zip(found["one"], found["batch"], strict=True)), strict=True
-    )
-    print(f"{name} at once:", *(f"{distance:.4f}" for distance in far), f"of at most {bound:.4f}")
-    assert max(far) < bound
+    found, model = answers(name), MODELS[name]
+    rounds, (_, arithmetic) = model.is_sparse and not model.is_spread, distances(name)["output"]
+    bounds = [(7 if rounds else 2) * each for each in distances(name)["output", "each"]]
+    pairs = zip(found["one"], found["batch"], strict=True)
+    far, expected = zip(*(at_once(*pair, 2 * arithmetic) for pair in pairs), strict=True)
+    print(f"{name} at once:", *(f"{a:.4f} of {b:.4f}" for a, b in zip(far, bounds, strict=True)))
+    assert all(a < b for a, b in zip(far, bounds, strict=True))
     assert list(expected) == [a["output_ids"] for a in found["batch"]]
     assert found["one"][2]["meta_info"]["cached_tokens"] == model.prompts[2][1]
     for batch in ("Prefill", "Decode")[model.is_spread :]:

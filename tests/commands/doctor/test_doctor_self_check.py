@@ -70,8 +70,8 @@ print("@" + json.dumps(self_check()))
         *(RANKS["bf16"], of_ranks["bf16"], of_ranks["fp8_block_scale"]),
     }
     for name, problem in zip(failed, problems, strict=True):
-        what = f"rows of {name.split(maxsplit=1)[0].rstrip(',')} written to the pool"
+        what = f"rows of {name.split(maxsplit=1)[0].rstrip(',')} written to the pool: byte "
         if name == of_ranks["fp8_block_scale"]:
-            what = "index keys loaded from the host tier"
-        assert problem.startswith(f"{name}: {what}: byte ")
+            what = "index keys in the host tier: (2, 25344) bytes were read, expected (2, 50688)"
+        assert problem.startswith(f"{name}: {what}")
         assert problem.endswith("; do not serve this, and report it")
