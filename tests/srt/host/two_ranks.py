@@ -9,16 +9,13 @@ import pytest
 import rank_processes
 import torch.distributed as dist
 from model_kinds import KINDS, pool_of, publish_server, request_pool
-from pools import DSA_PAGE
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
 from tree_model import build
 
-PAGE_SIZE, TOKENS = DSA_PAGE, 32 * DSA_PAGE
-SHORT, LONGER = prompt(2 * PAGE_SIZE), prompt(4 * PAGE_SIZE)
+PAGE_SIZE, TOKENS = 4, 128
+SHORT, LONGER = prompt(8), prompt(16)
 RANKS = 2
-#: Models of ranks that hold other rows of the same requests.
-SHARDS = {"shards": "dense", "sparse-shards": "DSA"}
 
 
 class Rank(rank_processes.Rank):
@@ -35,7 +32,7 @@ class Rank(rank_processes.Rank):
             # --tp-size 2 --dp-size 2 --enable-dp-attention: other requests on each
             "data": dict(zip(names, (alone, alone, alone, alone), strict=True)),
             # --tp-size 2 --dcp-size 2: other rows of the same requests on each
-            **{one: dict(zip(names, (both, both, alone, alone), strict=True)) for one in SHARDS},
+            "shards": dict(zip(names, (both, both, alone, alone), strict=True)),
             # --pp-size 2
             "pipeline": {
                 **dict(zip(names, (alone, alone, alone, both), strict=True)), "pp_rank": rank, "pp_size": 2,
@@ -46,13 +43,13 @@ class Rank(rank_processes.Rank):
 
     def model(self, groups="tensor", store=None):
         sizes = {"pp_size": 2} if groups == "pipeline" else {"tp_size": 2}
-        if groups in SHARDS:
+        if groups == "shards":
             sizes["dcp_size"] = 2
         args = publish_server(
             self.patch, rank=self.rank, page_size=PAGE_SIZE, store=store, hicache_ratio=2.0, **sizes
         )
-        kind = KINDS[SHARDS.get(groups, "hybrid")]
-        requests = request_pool(context=TOKENS) if kind.hybrid else None
+        kind = KINDS["dense" if groups == "shards" else "hybrid"]
+        requests = request_pool() if kind.hybrid else None
         pool = pool_of(kind, "fp4", PAGE_SIZE, TOKENS // PAGE_SIZE, requests)
         return build(args, self.groups[groups], pool, requests)
 
@@ -129,7 +126,7 @@ def free_host_pages(ranks):
 def unreadable(which):
     def case(ranks):
         """Two servers, one after the other; one rank of the second cannot read a page of the store."""
-        store, groups = ranks.folder / f"store-{which}", which if which in SHARDS else "tensor"
+        store, groups = ranks.folder / f"store-{which}", "shards" if which == "shards" else "tensor"
         stored(ranks.model(groups, store), SHORT, LONGER)
         dist.barrier()
         model = ranks.model(groups, store)
@@ -147,7 +144,7 @@ def unreadable(which):
 def damage_what_rank_1_reads(backend, store, which):
     """Damage rank 1's file of the longer prompt's end, or make its reads of a shared row file fail."""
     if which != "rows":
-        own = "_dcp1_2" if which in SHARDS else "_1_2"
+        own = {"states": "_1_2", "shards": "_dcp1_2"}[which]
         flip([file for file in files(store, which == "states") if own in file.name][-1])
         return
     bad = files(store, False)[2].name.partition("_")[0]
@@ -161,13 +158,13 @@ def damage_what_rank_1_reads(backend, store, which):
     backend.get = failing
 
 
-LOST_ROWS = ("context", "data", "tensor-alone", *SHARDS)
+LOST_ROWS = ("context", "data", "tensor-alone", "shards")
 CASES = {
     "nothing": nothing,
     **{f"lost-{which}": lost(which) for which in ("rows", "states")},
     **{f"lost-rows-{groups}": lost("rows", groups) for groups in LOST_ROWS},
     "free-host-pages": free_host_pages,
-    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states", *SHARDS)},
+    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states", "shards")},
     "lost-in-the-second-stage": lost_in_the_second_stage,
 }
 
