@@ -1,6 +1,6 @@
 """The demo's models, with the texts that are scored. Imports neither torch nor SGLang.
 
-``byte_mla_python/``, the byte model, is a checkpoint that ``scripts/byte_model.py`` has written; its
+``byte_mla_python/``, the byte model, is a checkpoint that ``tests/byte_model.py`` has written; its
 README.md describes the training. A wheel of the package lacks the weights, which are a distribution of their
 own, ``sgl-kvpool-demo-model``.
 """

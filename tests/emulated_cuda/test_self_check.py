@@ -25,7 +25,7 @@ print(json.dumps([facts, problems + ALLOCATOR.problems]))
         pytest.param(
             ["fp4 page_major", "fp8_block_scale, host fp4", "fp4, sparse"], 3, marks=pytest.mark.quick
         ),
-        pytest.param([], 28, id="all"),
+        pytest.param([], 37, id="all"),
     ],
 )
 def test_the_self_check_passes(on_device, names, count):

@@ -93,7 +93,7 @@ def test_a_sparse_model_over_ranks(answers):
         assert without is None
         kernels = " and ".join(f"--dsa-{phase}-backend flashmla_kv" for phase in ("prefill", "decode"))
         said = f"{kernels} cannot read rows of {ours} with --dcp-size 8; leave them out, and both phases use "
-        dtype = f"--kv-cache-dtype fp8_e4m3 contradicts {ours}; leave it out, "
+        dtype = f"--kv-cache-dtype 'fp8_e4m3' contradicts {ours}; leave it out, "
         assert as_published.startswith((said, dtype))
 
 

@@ -169,6 +169,10 @@ dsa cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 kda cuda bf16 DCP TIER
   --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: moving its states .*; leave it out
+kda cuda fp4 DCP --disable-overlap-schedule
+  --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: .* pages of one token, .*; leave it out
+kda cuda fp4 DCP --pp-size 2
+  --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: stages and groups of ranks .*; leave it out
 kda cuda fp4 DCP --disaggregation-mode decode
   --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: moving its states .*; leave it out
 lightning cuda fp4 DCP

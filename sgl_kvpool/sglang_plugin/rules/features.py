@@ -222,6 +222,14 @@ def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
     moves = tier or server.disaggregates
     yield server.is_hybrid and moves, "moving its states to hosts or servers has not been tested there"
     yield server.is_hybrid and drafts, "drafts beside its states have not been tested there"
+    view = server.view
+    spread = view.pp_size > 1 or view.attn_dp_size > 1
+    yield server.is_hybrid and spread, "stages and groups of ranks have not been tested there with states"
+    single = view.mamba_radix_cache_strategy == "no_buffer" and not view.disable_radix_cache
+    yield (
+        server.is_hybrid and single,
+        "SGLang keeps states at pages of one token, and a page has tokens of all ranks",
+    )
     yield (
         drafts and server.disaggregates,
         "the pages of its draft have tokens of all ranks, and SGLang sends one's",

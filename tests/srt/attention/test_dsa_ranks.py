@@ -6,6 +6,7 @@ A rank has the queries of all and its own rows. Slots lie beyond one rank's pool
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import codec_oracle as oracle
 import pytest
@@ -221,8 +222,7 @@ def test_lists_are_the_same_on_all_ranks():
 def test_ranks_that_choose_other_tokens_among_equal_scores(broadcast, monkeypatch):
     """Rank 1 counts positions from the end; if asked to, SGLang's indexer sends it the lists of rank 0."""
     from sglang.srt.environ import envs
-    from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.layers.attention.dsa import dsa_indexer
 
     chosen, sent = Case.chosen, {}
 
@@ -233,8 +233,10 @@ def test_ranks_that_choose_other_tokens_among_equal_scores(broadcast, monkeypatc
             lists = torch.where(lists < 0, lists, last - lists)
             assert not torch.equal(lists.sort().values, chosen(case).sort().values)
         group = SimpleNamespace(world_size=2, broadcast=lambda own, src: own.copy_(sent.setdefault(src, own)))
-        with get_parallel().override(attn_tp_group=group):
-            return _broadcast_indexer_topk_from_rank0(lists)
+        with mock.patch.object(
+            dsa_indexer, "get_parallel", return_value=SimpleNamespace(attn_tp_group=group)
+        ):
+            return dsa_indexer._broadcast_indexer_topk_from_rank0(lists)
 
     monkeypatch.setattr(Case, "chosen", on_rank)
     if not broadcast:
