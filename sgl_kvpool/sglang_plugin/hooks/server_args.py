@@ -15,15 +15,7 @@ from sgl_kvpool.refusal import Refusal, print_without_traceback
 from sgl_kvpool.sglang_plugin import hook_groups, options
 from sgl_kvpool.sglang_plugin.hooks import launching
 from sgl_kvpool.sglang_plugin.registry import around, installs, uses
-from sgl_kvpool.sglang_plugin.rules import (
-    arguments,
-    attention,
-    dsa,
-    features,
-    host_sharing,
-    host_tier,
-    model,
-)
+from sgl_kvpool.sglang_plugin.rules import arguments, attention, dsa, features, host_sharing, host_tier, model
 from sgl_kvpool.sglang_plugin.server import Rule, Server
 from sgl_kvpool.srt.facts.readers import KVPOOL_BACKEND
 

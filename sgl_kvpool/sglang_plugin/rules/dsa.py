@@ -19,13 +19,7 @@ from sgl_kvpool.sglang_plugin.registry import uses
 from sgl_kvpool.sglang_plugin.rules.attention import check_gpu
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, check_features, flag_of
 from sgl_kvpool.sglang_plugin.server import Server, is_rocm
-from sgl_kvpool.srt.facts.readers import (
-    DSA_BACKEND,
-    PHASES,
-    SGLANG_READERS,
-    sglang_dsa_reads,
-    stock_layout,
-)
+from sgl_kvpool.srt.facts.readers import DSA_BACKEND, PHASES, SGLANG_READERS, sglang_dsa_reads, stock_layout
 from sgl_kvpool.srt.facts.topk_transform import (
     IMPLEMENTATIONS,
     KVPOOL_DECODE,
@@ -162,8 +156,7 @@ def _check_reader(server: Server) -> None:
 def check_backends(server: Server) -> None:
     if env.flag(env.PREFILL_READS_ROWS):
         raise Refusal(
-            f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}",
-            "leave it out",
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}", "leave it out"
         )
     for phase, backend in zip(PHASES, server.backends, strict=True):
         if backend not in _NAMES:

@@ -10,12 +10,7 @@ from sgl_kvpool.sglang_plugin.options import HOST_ENGINE, HOST_LAYOUT, HOST_SHAR
 from sgl_kvpool.sglang_plugin.registry import uses
 from sgl_kvpool.sglang_plugin.rules.features import flag_of
 from sgl_kvpool.sglang_plugin.server import Server
-from sgl_kvpool.transfer.host_options import (
-    CPU_ENGINE,
-    GPU_ENGINE_NAMES,
-    HOST_IO_BACKENDS,
-    HOST_LABELS,
-)
+from sgl_kvpool.transfer.host_options import CPU_ENGINE, GPU_ENGINE_NAMES, HOST_IO_BACKENDS, HOST_LABELS
 
 _TIER = "--enable-hierarchical-cache"
 #: Tokens per page with a host tier.

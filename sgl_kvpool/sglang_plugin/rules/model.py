@@ -25,8 +25,7 @@ def check_model(server: Server) -> None:
         )
     if model_config.is_hybrid_swa:
         raise Refusal(
-            f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support",
-            way,
+            f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support", way
         )
     _ = server.row_format  # refuses the geometry
 

@@ -10,13 +10,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
-from sgl_kvpool.memory.arrangement import (
-    KVArrangement,
-    PageStride,
-    RowPlacement,
-    global_slots,
-    local_slots,
-)
+from sgl_kvpool.memory.arrangement import KVArrangement, PageStride, RowPlacement, global_slots, local_slots
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.transfer.host_options import HostTierOptions
 

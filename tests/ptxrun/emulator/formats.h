@@ -20,7 +20,7 @@ enum Round : u8 { RN, RZ };
   const u64 infinity = is_e4m3 ? largest : top << mbits, nan = is_e4m3 ? 0x7f : (1 << (ebits + mbits)) - 1;
   const u64 bits = std::bit_cast<u64>(x), a = bits & ~0ull >> 1, inf = 0x7ffull << 52;
   const i64 ex = (i64)(a >> 52) - 1023, e = std::max<i64>(ex, 1 - bias);
-  // With the hidden bit, which is shifted out where there is none: of zero and subnormal doubles.
+  // The hidden bit is set for zero and subnormal doubles too, which have none: there the shift drops it.
   const u64 m = (a & ((1ull << 52) - 1)) | 1ull << 52, s = std::min<i64>(51 - mbits + e - ex, 62);
   const u64 twice = m >> s, half = twice >> 1;
   const u64 field = half + (twice & (half | (twice << s != m)) & (rm == RN)) + ((u64)(e + bias - 1) << mbits);
