@@ -22,7 +22,7 @@ fields(
     *("cp_strategy", "dcp_replicate_q_proj", "device", "disaggregation_transfer_backend"),
     *("dsa_decode_backend", "dsa_prefill_backend", "enable_hierarchical_cache", "enable_memory_saver"),
     *("enable_metrics", "enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_mixed_chunk"),
-    *("enable_weights_cpu_backup", "ep_join_mode"),
+    *("disable_radix_cache", "enable_weights_cpu_backup", "ep_join_mode"),
     *("flashinfer_mla_disable_ragged", "hicache_host_memory_fraction", "hicache_io_backend"),
     *("hicache_mem_layout", "hicache_storage_backend_extra_config", "kv_cache_dtype", "max_prefill_tokens"),
     *("mamba_radix_cache_strategy", "mamba_track_interval", "model_path", "rl_on_policy_target"),
