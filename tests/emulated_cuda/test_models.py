@@ -45,8 +45,13 @@ class Model(NamedTuple):
 
     @property
     def is_spread(self):
-        """Whether ranks share a prefix pool: prefills have no graphs."""
+        """Whether ranks share a prefix pool."""
         return "dcp_size" in self.options
+
+    @property
+    def graphs(self):
+        """Batches that SGLang runs as graphs: prefills of ranks and, as its log says, of KDA are eager."""
+        return ("Prefill", "Decode")[self.is_spread or self.shape == "kimi_linear" :]
 
     @property
     def stored_from(self):
@@ -268,6 +273,6 @@ def test_tokens_of_graphs_prefixes_and_batches(name, answers, distances):
     assert all(a < b for a, b in zip(far, bounds, strict=True))
     assert list(expected) == [a["output_ids"] for a in found["batch"]]
     assert found["one"][2]["meta_info"]["cached_tokens"] == model.prompts[2][1]
-    for batch in ("Prefill", "Decode")[model.is_spread :]:
+    for batch in model.graphs:
         assert re.search(f"{batch} batch.*cuda graph: True", found["log"])
     assert "self-check passed" in found["log"]
