@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import codec_oracle as oracle
+import dsa_case
+import pools
 import pytest
 import torch
 from cases import crossed
@@ -150,19 +152,35 @@ def test_a_rank_checks_its_lists_when_it_starts(wrong, monkeypatch):
             check_lists(case.pool, LAYER, HEADS, SCALE, partial(dsa.attend, case.backend))
 
 
-@pytest.mark.parametrize("fault", ["no owner", "no division", "natural lse"])
+def _any_layer(cache, *, layer_id, original, **rest):
+    cache.layer_id = layer_id - 1
+    return original(cache, layer_id=layer_id, **rest)
+
+
+def _sharded(*args, dcp_replicated, **rest):
+    return pools.dsa_pool(*args, **rest)
+
+
+@pytest.mark.parametrize("fault", ["no owner", "no division", "natural lse", "no layer", "a sharded draft"])
 def test_planted_faults_are_noticed(fault, monkeypatch):
     from sglang.srt.layers.attention.dsa import dsa_dcp
 
     from sgl_kvpool.srt.attention import dsa_backend as dsa
 
+    localize, notices = "localize_dcp_page_table", partial(check, "bf16", "DECODE", 2)
     if fault == "natural lse":
         monkeypatch.setattr(dsa, "math", SimpleNamespace(log2=lambda _: 1.0, e=0))
+    elif fault == "no layer":
+        monkeypatch.setattr(dsa_dcp, localize, partial(_any_layer, original=getattr(dsa_dcp, localize)))
+        notices = partial(test_layers_that_share_a_selection_share_a_ranks_part, monkeypatch)
+    elif fault == "a sharded draft":
+        monkeypatch.setattr(dsa_case, "dsa_pool", _sharded)
+        notices = partial(test_a_draft_attends_all_slots_in_its_own_pool, "bf16", "DECODE")
     else:
         wrong = {"no owner": _all_entries, "no division": _raw_slots}[fault]
-        monkeypatch.setattr(dsa_dcp, "localize_dcp_page_table", wrong)
+        monkeypatch.setattr(dsa_dcp, localize, wrong)
     with pytest.raises((AssertionError, IndexError)):
-        check("bf16", "DECODE", 2)
+        notices()
 
 
 def test_layers_that_share_a_selection_share_a_ranks_part(monkeypatch):
