@@ -75,9 +75,9 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(path):
+def flip(path, place=0.5):
     raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
+    raw[int(place * len(raw))] ^= 1
     path.write_bytes(raw)
 
 

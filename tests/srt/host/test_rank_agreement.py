@@ -2,7 +2,7 @@
 
 import pytest
 import rank_processes
-from two_ranks import CASES, LONGER, RANKS, SHORT
+from two_ranks import CASES, LONGER, RANKS, SHARDS, SHORT
 
 LONG, LESS = len(LONGER), len(SHORT)
 
@@ -30,7 +30,9 @@ AFTER_A_LOSS = [0, LESS, LESS, LONG]
 ITS_OWN_LOSS = {"backup": 1, "backup_lost": 1, "load_pages": 2}
 
 
-@pytest.mark.parametrize("case", ["rows", "states", "rows-context", "rows-tensor-alone", "rows-shards"])
+@pytest.mark.parametrize(
+    "case", ["rows", "states", "rows-context", "rows-tensor-alone", *(f"rows-{one}" for one in SHARDS)]
+)
 def test_a_backup_that_one_rank_lost_is_a_miss_on_both(seen, case):
     assert agreed(seen[f"lost-{case}"]) == (AFTER_A_LOSS, {"load_elsewhere": 2}, ITS_OWN_LOSS)
 
@@ -52,13 +54,15 @@ def test_a_list_that_one_rank_refuses_is_a_miss_on_both(seen):
 def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kind):
     """SGLang agrees on the fetched pages (`_reduce_prefetch_ack`), if our hooks count right on each rank."""
     lengths, one, other = agreed(seen[f"unreadable-{which}"])
-    assert lengths == [0, LESS]
+    assert lengths == [0, LESS, LONG]
     assert (one, other) == ({}, {kind: 1})
 
 
-def test_a_rank_that_cannot_read_its_rows_shortens_the_prefix_of_all(seen):
-    lengths, one, other = agreed(seen["unreadable-shards"])
-    assert lengths == [LESS, LESS]
+@pytest.mark.parametrize("part", [*SHARDS, "index-keys"])
+def test_a_rank_that_cannot_read_its_page_shortens_the_prefix_of_all(seen, part):
+    """Of a sparse model a rank's page has its own rows, and the index keys that all ranks have."""
+    lengths, one, other = agreed(seen[f"unreadable-{part}"])
+    assert lengths == [LESS, LESS, LONG]
     assert (one, other) == ({}, {"page_checksum": 1})
 
 

@@ -71,7 +71,13 @@ class Model:
             if each not in of_rows
             for layer in (*each.k_buffer, *each.v_buffer)
         ]
-        self.index_layers = [layer for each in of_rows for layer in pools.index_pages(each) if len(layer)]
+        # With `--dcp-size` a page of the tree has several pages of index keys, which all ranks have.
+        self.index_layers = [
+            layer.reshape(each.size // each.page_size + 1, -1)
+            for each in of_rows
+            for layer in pools.index_pages(each)
+            if len(layer)
+        ]
         self.states = [] if requests is None else pools.state_tensors(requests.mamba_pool)
         for host_pool in self.host_pools:
             host_pool.pin_memory = False  # SGLang's own pools pin the pages that they pass to a store

@@ -9,13 +9,16 @@ import pytest
 import rank_processes
 import torch.distributed as dist
 from model_kinds import KINDS, pool_of, publish_server, request_pool
+from pools import DSA_PAGE
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
 from tree_model import build
 
-PAGE_SIZE, TOKENS = 4, 128
-SHORT, LONGER = prompt(8), prompt(16)
+PAGE_SIZE, TOKENS = DSA_PAGE, 32 * DSA_PAGE
+SHORT, LONGER = prompt(2 * PAGE_SIZE), prompt(4 * PAGE_SIZE)
 RANKS = 2
+#: Models of ranks that hold other rows of the same requests.
+SHARDS = {"shards": "dense", "sparse-shards": "DSA"}
 
 
 class Rank(rank_processes.Rank):
@@ -32,7 +35,7 @@ class Rank(rank_processes.Rank):
             # --tp-size 2 --dp-size 2 --enable-dp-attention: other requests on each
             "data": dict(zip(names, (alone, alone, alone, alone), strict=True)),
             # --tp-size 2 --dcp-size 2: other rows of the same requests on each
-            "shards": dict(zip(names, (both, both, alone, alone), strict=True)),
+            **{one: dict(zip(names, (both, both, alone, alone), strict=True)) for one in SHARDS},
             # --pp-size 2
             "pipeline": {
                 **dict(zip(names, (alone, alone, alone, both), strict=True)), "pp_rank": rank, "pp_size": 2,
@@ -43,13 +46,13 @@ class Rank(rank_processes.Rank):
 
     def model(self, groups="tensor", store=None):
         sizes = {"pp_size": 2} if groups == "pipeline" else {"tp_size": 2}
-        if groups == "shards":
+        if groups in SHARDS:
             sizes["dcp_size"] = 2
         args = publish_server(
             self.patch, rank=self.rank, page_size=PAGE_SIZE, store=store, hicache_ratio=2.0, **sizes
         )
-        kind = KINDS["dense" if groups == "shards" else "hybrid"]
-        requests = request_pool() if kind.hybrid else None
+        kind = KINDS[SHARDS.get(groups, "hybrid")]
+        requests = request_pool(context=TOKENS) if kind.hybrid else None
         pool = pool_of(kind, "fp4", PAGE_SIZE, TOKENS // PAGE_SIZE, requests)
         return build(args, self.groups[groups], pool, requests)
 
@@ -123,29 +126,32 @@ def free_host_pages(ranks):
     yield model, model.check(LONGER)
 
 
-def unreadable(which):
+def unreadable(which, place=0.5):
     def case(ranks):
         """Two servers, one after the other; one rank of the second cannot read a page of the store."""
-        store, groups = ranks.folder / f"store-{which}", "shards" if which == "shards" else "tensor"
+        store, groups = ranks.folder / f"store-{which}-{place}", which if which in SHARDS else "tensor"
         stored(ranks.model(groups, store), SHORT, LONGER)
         dist.barrier()
         model = ranks.model(groups, store)
         if ranks.rank == 1:
-            damage_what_rank_1_reads(model.controller.storage_backend, store, which)
+            damage_what_rank_1_reads(model.controller.storage_backend, store, which, place)
         fetch(model, LONGER)
         yield model, model.check(LONGER)
         fetch(model, SHORT)
         yield model, model.check(SHORT)
         model.controller.detach_storage_backend()
+        model.put(LONGER)  # computed again
+        model.evict()
+        yield model, model.check(LONGER)
 
     return case
 
 
-def damage_what_rank_1_reads(backend, store, which):
+def damage_what_rank_1_reads(backend, store, which, place):
     """Damage rank 1's file of the longer prompt's end, or make its reads of a shared row file fail."""
     if which != "rows":
-        own = {"states": "_1_2", "shards": "_dcp1_2"}[which]
-        flip([file for file in files(store, which == "states") if own in file.name][-1])
+        own = "_dcp1_2" if which in SHARDS else "_1_2"
+        flip([file for file in files(store, which == "states") if own in file.name][-1], place)
         return
     bad = files(store, False)[2].name.partition("_")[0]
     get = backend.get
@@ -158,13 +164,14 @@ def damage_what_rank_1_reads(backend, store, which):
     backend.get = failing
 
 
-LOST_ROWS = ("context", "data", "tensor-alone", "shards")
+LOST_ROWS = ("context", "data", "tensor-alone", *SHARDS)
 CASES = {
     "nothing": nothing,
     **{f"lost-{which}": lost(which) for which in ("rows", "states")},
     **{f"lost-rows-{groups}": lost("rows", groups) for groups in LOST_ROWS},
     "free-host-pages": free_host_pages,
-    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states", "shards")},
+    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states", *SHARDS)},
+    "unreadable-index-keys": unreadable("sparse-shards", 0.9),  # which lie behind the rows
     "lost-in-the-second-stage": lost_in_the_second_stage,
 }
 
