@@ -118,7 +118,7 @@ def test_flipped_bits_in_mooncake(tmp_path):
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", script],
             env=os.environ | store.environment, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_backup_without_index_keys_is_lost(model_of, store, failures, monkeypatch):
