@@ -132,26 +132,37 @@ def test_a_small_tier_is_named_in_sglangs_tokens(model_of, caplog):
 # -------------------------------------------------------------------- stores
 
 
-def serving(model_of, store, rank, ranks, groups=1, page=PAGE):
-    return model_of("dense", page_size=page, store=store, **rank_of(rank, ranks, groups))
+def serving(model_of, store, rank, ranks, groups=1, page=PAGE, kind="dense"):
+    return model_of(kind, page_size=page, store=store, **rank_of(rank, ranks, groups))
 
 
-def test_a_restarted_server_finds_its_pages_and_another_size_misses(model_of, store):
+@pytest.mark.parametrize(
+    ("kind", "page", "others"),
+    [
+        # Pages of as many tokens, and so with the same hashes.
+        ("dense", PAGE, [(4, 1, PAGE // 2), (1, 1, 2 * PAGE), (2, 1, PAGE)]),
+        # Index keys lie in pages of 64 tokens per rank.
+        ("DSA", DSA_PAGE, [(1, 4, DSA_PAGE), (4, 1, DSA_PAGE), (2, 1, DSA_PAGE)]),
+    ],
+)
+def test_a_restarted_server_finds_its_pages_and_another_size_misses(model_of, store, kind, page, others):
     """The ranks of the first group store; those of the second hold the same rows."""
-    prompt = list(range(4 * PAGE))
+    prompt = list(range(4 * page))
     for rank in range(4):
-        stored(serving(model_of, store, rank, 2, groups=2), prompt)
+        stored(first := serving(model_of, store, rank, 2, 2, page, kind), prompt)
     assert len(files(store, False)) == 2 * 2
-    for rank in range(4):
-        again = serving(model_of, store, rank, 2, groups=2)
-        fetch(again, prompt)
-        again.check(prompt, len(prompt))
-    # Pages of as many tokens, and so with the same hashes.
-    for sizes in ({"ranks": 4, "page": 2}, {"ranks": 1, "page": 2 * PAGE}, {"ranks": 2, "groups": 1}):
-        other = serving(model_of, store, 0, **sizes)
-        assert other.page_size == 2 * PAGE
+    for ranks, groups, size in others:
+        other = serving(model_of, store, 0, ranks, groups, size, kind)
+        assert other.page_size == ranks * size
+        tag = other.tier.storage_format_tag.replace("-d0.", "-d1.")
+        assert (tag == first.tier.storage_format_tag) == (ranks == 2)  # groups are in the store's own name
         fetch(other, prompt)
         other.check(prompt, 0)
+        stored(other, prompt)
+    for rank in range(4):
+        again = serving(model_of, store, rank, 2, 2, page, kind)
+        fetch(again, prompt)
+        again.check(prompt, len(prompt))
 
 
 def test_rows_of_another_rank_are_not_taken(model_of, store, failures):
