@@ -14,6 +14,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 #: Methods of pools that read, write, move or describe rows.
@@ -40,18 +41,16 @@ def sources() -> Path:
     return Path(spec.submodule_search_locations[0]) / "srt"
 
 
-def count(root: Path) -> dict[str, Counter[str]]:
-    """Calls of `METHODS`, and uses of the tensors outside of mem_cache, by file below `root`."""
-    found: dict[str, Counter[str]] = {}
+def count(root: Path) -> Counter[tuple[str, str]]:
+    """Calls of `METHODS`, and uses of the tensors outside of mem_cache, by file below `root` and name."""
+    found: Counter[tuple[str, str]] = Counter()
     words = (*METHODS, ATTRIBUTE)
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         text = path.read_text()
         if name.startswith(LEFT_OUT) or not any(word in text for word in words):
             continue
-        calls = Counter(word for node in ast.walk(ast.parse(text)) if (word := _used(node, name)))
-        if calls:
-            found[name] = calls
+        found.update((name, word) for node in ast.walk(ast.parse(text)) if (word := _used(node, name)))
     return found
 
 
@@ -65,26 +64,25 @@ def _used(node: ast.AST, file: str) -> str | None:
     return None
 
 
-def listed() -> dict[str, Counter[str]]:
+def listed() -> Counter[tuple[str, str]]:
     """Number of uses by file and name in the list."""
-    return {file: Counter(entry["calls"]) for file, entry in json.loads(LIST.read_text()).items()}
+    files = json.loads(LIST.read_text()).items()
+    return Counter({(file, name): n for file, entry in files for name, n in entry["calls"].items()})
 
 
-def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) -> list[str]:
+def differences(found: Counter[tuple[str, str]], table: Counter[tuple[str, str]]) -> list[str]:
     """One line for each file and name whose number of uses differs from the list."""
     return [
-        f"{file}: {name} is used {found.get(file, {}).get(name, 0)} times, and {LIST.name} has "
-        f"{table.get(file, {}).get(name, 0)}"
-        for file in sorted({*found, *table})
-        for name in sorted({*found.get(file, ()), *table.get(file, ())})
-        if found.get(file, {}).get(name, 0) != table.get(file, {}).get(name, 0)
+        f"{file}: {name} is used {found[file, name]} times, and {LIST.name} has {table[file, name]}"
+        for file, name in sorted({*found, *table})
+        if found[file, name] != table[file, name]
     ]
 
 
 def main() -> int:
     found = count(sources())
-    for file, calls in found.items():
-        print(f"{file}: {', '.join(f'{name} {calls[name]}' for name in sorted(calls))}")
+    for file, calls in groupby(sorted(found), key=lambda use: use[0]):
+        print(f"{file}: {', '.join(f'{name} {found[file, name]}' for _, name in calls)}")
     problems = differences(found, listed())
     print("\n".join(problems) or f"{LIST.name} has all calls")
     return 1 if problems else 0

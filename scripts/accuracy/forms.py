@@ -5,13 +5,12 @@ from collections.abc import Callable
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
-from sgl_kvpool.codec.scalars import E2M1_MAX, E4M3_MAX
+from sgl_kvpool.codec.scalars import E2M1_MAX, E4M3_MAX, round_to_e2m1
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROWS, RANK = 4096, 512
 #: Values that share a scale in 4-bit formats.
 BLOCK = 16
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 #: Channels of a latent that are 30 times as large as the others.
 OUTLIERS, OUTLIER_FACTOR = 8, 30.0
 
@@ -90,10 +89,7 @@ def nvfp4_without_global_scale(values: torch.Tensor) -> torch.Tensor:
     scales = (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX).clamp(max=E4M3_MAX)
     scales = scales.to(torch.float8_e4m3fn).float()
     scaled = torch.where(scales > 0, blocks / scales, torch.zeros(()))
-    # Nearest of the eight magnitudes; ties hardly affect a sum of squares.
-    middles = (E2M1[1:] + E2M1[:-1]) / 2
-    nearest = E2M1[torch.bucketize(scaled.abs(), middles)]
-    return (nearest * scaled.sign() * scales).view(values.shape)
+    return (round_to_e2m1(scaled.abs()) * scaled.sign() * scales).view(values.shape)
 
 
 #: One layout per latent encoding: the first of those that share an encoding.

@@ -128,13 +128,10 @@ class CpuDevice:
         pass
 
     def median_us(self, calls: Sequence[Call]) -> float:
-        return statistics.median(self._one_us(calls[i % len(calls)]) for i in range(self._rounds))
+        return statistics.median(1e6 * seconds(calls[i % len(calls)]) for i in range(self._rounds))
 
     def graph_us(self, calls: Sequence[Call]) -> None:
         """None: a CPU has no graphs."""
 
     def facts(self) -> dict[str, Any]:
         return {"device": "cpu", "machine": platform.machine(), "threads": torch.get_num_threads()}
-
-    def _one_us(self, call: Call) -> float:
-        return seconds(call) * 1e6

@@ -20,7 +20,7 @@ import torch
 
 from scripts.bench.measurements import is_ours, what
 from scripts.kit.outputs import Report, commit, positive, require_writable
-from scripts.kit.workers import Outcome, cuda_is_broken, run_jobs
+from scripts.kit.workers import cuda_is_broken, run_jobs
 from sgl_kvpool import __version__
 from sgl_kvpool.commands.processes.worker import Jobs
 
@@ -185,8 +185,8 @@ class _Run:
         self.report.facts |= {"machine": machine, "threads": torch.get_num_threads()}
         return self.wanted(self.benchmark.cases(machine))
 
-    def ended(self, outcome: Outcome) -> list[Case]:
-        row = {"job": outcome.job, **(outcome.value or {"status": "failed", "reason": outcome.failure})}
+    def ended(self, case: Case, found: Row) -> list[Case]:
+        row = {"job": case, **found}
         self.report.facts["wrong"] = self.benchmark.wrong([*self.report.rows, row])
         self.report.facts["left"] -= 1
         self.report.add(row)
@@ -198,8 +198,7 @@ class _Run:
         left = deque(self.plan(self.benchmark.start()))
         while left and time.monotonic() < self.end:
             case = left.popleft()
-            outcome = Outcome(case, result_of(self.benchmark, case), "")
-            left.extendleft(reversed(self.ended(outcome)))
+            left.extendleft(reversed(self.ended(case, result_of(self.benchmark, case))))
         return ""
 
     def in_workers(self, command: Sequence[str]) -> str:

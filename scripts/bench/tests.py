@@ -10,7 +10,8 @@ this process.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -113,10 +114,5 @@ def _shortened(reason: str) -> str:
 
 def in_order(names: Sequence[str]) -> list[str]:
     """The first case of each test function, then the second of each, and so on."""
-    seen: dict[str, int] = defaultdict(int)
-    places = []
-    for name in names:
-        function = name.partition("[")[0]
-        places.append(seen[function])
-        seen[function] += 1
-    return [name for _, name in sorted(zip(places, names, strict=True), key=lambda pair: pair[0])]
+    cases: dict[str, Iterator[int]] = defaultdict(count)
+    return sorted(names, key=lambda name: next(cases[name.partition("[")[0]]))

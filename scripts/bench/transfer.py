@@ -78,24 +78,6 @@ def measure_engine(
     }
 
 
-def shapes() -> list[dict[str, Any]]:
-    """Layouts and arrangements of pools."""
-    return [
-        {"layout": layout.value, "arrangement": each.value}
-        for layout in MLAKVCacheLayout
-        for each in KVArrangement.of_rows()
-    ]
-
-
-def conversions() -> list[dict[str, Any]]:
-    """Layouts of pool and host tier."""
-    return [
-        {"layout": layout.value, "host_layout": host.value}
-        for layout in MLAKVCacheLayout
-        for host in narrower_layouts(layout.row_format(512, 64))
-    ]
-
-
 class Transfers(Benchmark):
     """Every layout and arrangement, on a GPU also every pair of layouts."""
 
@@ -109,9 +91,19 @@ class Transfers(Benchmark):
         return machine()
 
     def cases(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
+        shapes = [
+            {"layout": layout.value, "arrangement": each.value}
+            for layout in MLAKVCacheLayout
+            for each in KVArrangement.of_rows()
+        ]
         if not self.on_gpu:
-            return shapes()
-        return transfer_gpu.cases([*shapes(), *conversions()], quick=self.quick)
+            return shapes
+        conversions = [
+            {"layout": layout.value, "host_layout": host.value}
+            for layout in MLAKVCacheLayout
+            for host in narrower_layouts(layout.row_format(512, 64))
+        ]
+        return transfer_gpu.cases([*shapes, *conversions], quick=self.quick)
 
     def measure(self, case: dict[str, Any]) -> dict[str, Any]:
         if self.on_gpu:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from scripts.kit.environment import on_path
@@ -33,19 +32,6 @@ def cuda_is_broken() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result or failure of a job.
-
-    `value`: The worker's answer; None after a failure.
-    `failure`: Reason of a failure: the worker hung or died. Empty after an answer.
-    """
-
-    job: Any
-    value: Any
-    failure: str
 
 
 class _Crew:
@@ -91,28 +77,26 @@ class _Crew:
 
     def _run(self, worker: Worker) -> bool:
         """Run a job, if one is left; returns whether the worker can be used again."""
-        usable, value, failure = False, None, ""
         with self._lock:
             if not self._left:
                 return False
             job = self._left.popleft()
         try:
             answer = worker.run(job, self._job_limit_s)
-            usable, value = answer["usable"], answer["value"]
         except WorkerEnded as error:
-            failure = str(error)
+            answer = {"usable": False, "value": {"status": "failed", "reason": str(error)}}
         with self._lock:
             assert self._left is not None
-            more = self._ended(Outcome(job, value, failure))
-            self._left.extendleft(reversed(more or ()))
-        return usable
+            more = self._ended(job, answer["value"])
+            self._left.extendleft(reversed(more))
+        return answer["usable"]
 
 
 def run_jobs(
     command: Sequence[str],
     jobs: Sequence[Any] | Callable[[Any], Sequence[Any]],
     *,
-    ended: Callable[[Outcome], Sequence[Any] | None],
+    ended: Callable[[Any, dict[str, Any]], Sequence[Any]],
     workers: int = 1,
     start_limit_s: float = 120.0,
     job_limit_s: float = 60.0,
@@ -122,8 +106,8 @@ def run_jobs(
 
     `command`: Command that starts a worker, a program that iterates over `Jobs.begin`.
     `jobs`: JSON-able objects, taken in order; or a function of the first worker's `hello` that returns them.
-    `ended`: Called with the `Outcome` of each job when it ends, one call at a time; it returns jobs that are
-      run before the others.
+    `ended`: Called with each job and the worker's answer, whose `status` is "failed" with a `reason` if the
+      worker hung or died, one call at a time; it returns jobs that are run before the others.
     `start_limit_s`, `job_limit_s`: Limits after which a worker is killed.
     `end`: Time of `time.monotonic` from which no job is begun.
     Returns: reason why jobs were not run: no worker could be started. Empty if all were run, or at `end`.

@@ -143,24 +143,16 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
     )
 
 
-#: The first pair of DSA backends that works, for layouts that SGLang's default does not read: on Hopper
-#: tilelang for `fp8`.
-_PAIRED = {
-    layout.value: next(working_pairs(layout))
-    for layout in MLAKVCacheLayout
-    if SGLANG_READERS[layout].dsa_paired
-}
-_PAIRED_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    layout: ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
-    for layout, (prefill, decode) in _PAIRED.items()
-}
-_PAIRED_NEEDS = {layout: tuple(dict.fromkeys(pair)) for layout, pair in _PAIRED.items()}
-
-
 def _sparse(machine: Machine) -> Shape:
     # fa3 is SGLang's choice for BF16 rows on Hopper.
     bf16: tuple[str, ...] = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
-    own = {layout.value: bf16 for layout in MLAKVCacheLayout if layout.is_sglang_native}
+    by_layout = {layout.value: bf16 for layout in MLAKVCacheLayout if layout.is_sglang_native}
+    needs = {}
+    for layout in MLAKVCacheLayout:
+        if SGLANG_READERS[layout].dsa_paired:  # SGLang's default does not read it: `fp8`, by tilelang
+            pair = prefill, decode = next(working_pairs(layout))
+            by_layout[layout.value] = ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
+            needs[layout.value] = tuple(dict.fromkeys(pair))
     torch_indexer = {} if "deep_gemm" in machine.modules else {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
     return Shape(
         name="v32",
@@ -169,12 +161,12 @@ def _sparse(machine: Machine) -> Shape:
         load=Load(_SPARSE_PROMPTS, hit_tokens=3840, is_sparse=True),
         pool_tokens=16384,
         stock=("--kv-cache-dtype", "bfloat16", *bf16),
-        by_layout=own | _PAIRED_ARGUMENTS,
+        by_layout=by_layout,
         environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
         # The kernels of sparse attention need contiguous rows of a layer.
         arrangements=("layer_major",),
         writer=("random_deepseek", "deepseek_v32"),
-        needs=_PAIRED_NEEDS,
+        needs=needs,
     )
 
 

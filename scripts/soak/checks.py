@@ -12,7 +12,7 @@ from sgl_kvpool.commands.processes.server import Server, ServerFailed
 #: after the first round, and the last.
 ANSWERS, CENSUSES = 20, 3
 #: SGLang's counts of tokens that moved, by our names of the directions.
-_MOVED = {
+MOVED = {
     "to_host": "sglang:hicache_backup_tokens_total",
     "to_device": "sglang:load_back_tokens_total",
 }
@@ -125,7 +125,7 @@ def metrics_problems(values: dict[str, float], census: dict[str, Any]) -> list[s
     host = census["host"]
     if host is None or not census["bytes"]:
         return found
-    for direction, tokens in _MOVED.items():
+    for direction, tokens in MOVED.items():
         ours = values.get(f'sgl_kvpool_transfer_bytes_total{{direction="{direction}"}}', 0)
         theirs = values.get(tokens, 0)
         if ours != theirs * host["token_bytes"]:
@@ -140,7 +140,7 @@ def watch_problems(values: dict[str, float], census: dict[str, Any]) -> list[str
     """Tokens that SGLang backed up or loaded and that the comparison of transfers, on a CPU, did not see."""
     watched = census["transfers"] or {"backed_up_pages": 0, "loaded_pages": 0}
     found = []
-    for pages, name in zip(("backed_up_pages", "loaded_pages"), _MOVED.values(), strict=True):
+    for pages, name in zip(("backed_up_pages", "loaded_pages"), MOVED.values(), strict=True):
         compared = watched[pages] * census["device"]["page_size_tokens"]
         if compared != values.get(name, 0):
             found.append(

@@ -42,8 +42,8 @@ GROWTH_LIMIT_BYTES = 256 << 20
 #: Counters of the server that go into the report.
 _REPORTED = {
     "evicted_tokens": "sglang:evicted_tokens_total",
-    "backed_up_tokens": "sglang:hicache_backup_tokens_total",
-    "loaded_tokens": "sglang:load_back_tokens_total",
+    "backed_up_tokens": checks.MOVED["to_host"],
+    "loaded_tokens": checks.MOVED["to_device"],
     "fetched_tokens": "sglang:prefetched_tokens_total",
 }
 
