@@ -141,11 +141,12 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+    has_gpu = HAS_GPU and importlib.import_module("torch").cuda.is_available()
     for item in items:
         left_out = next((name for name in NOT_EMULATED if item.get_closest_marker(name)), None)
         if EMULATED and left_out:
             item.add_marker(pytest.mark.skip(reason=NOT_EMULATED[left_out]))
-        elif item.get_closest_marker("gpu") and not (HAS_GPU or EMULATED):
+        elif item.get_closest_marker("gpu") and not (has_gpu or EMULATED):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif not EMULATED and item.nodeid.startswith("tests/emulated_cuda/"):
             item.add_marker(pytest.mark.skip(reason="tests of the emulated device: --emulated"))

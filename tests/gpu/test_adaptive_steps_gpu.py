@@ -10,10 +10,7 @@ from test_cuda_backend_gpu import DEVICE, Case
 from test_graph_runners_gpu import LENGTHS, as_eager, draft_batch, no_waits
 
 pytest.importorskip("sglang")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 #: Without steps each request verifies the token that it would decode. The server starts with `FIRST`.
 STEPS = (0, 2, DRAFT_TOKENS - 1)

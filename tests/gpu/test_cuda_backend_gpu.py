@@ -11,10 +11,7 @@ from engine_cases import quick
 from pools import device_pool
 from test_host_attention import oracle_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 RANK, ROPE, HEADS, LAYER = 512, 64, 16, 1
 SCALE = 0.07  # of test_host_attention's oracle

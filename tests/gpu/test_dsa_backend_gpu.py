@@ -5,15 +5,11 @@ from types import SimpleNamespace
 import codec_oracle as oracle
 import dsa_case
 import pytest
-import torch
 from dsa_case import DRAFTS, HEADS, RANK, ROPE, in_forward
 from test_dsa_backend import EXTENDS, PAIRS, close
 
 pytest.importorskip("sglang")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PREFIXES = {"none": [0, 0, 0], "some": [0, 189, 6]}
 LENGTHS = [9, 200, 7]
 

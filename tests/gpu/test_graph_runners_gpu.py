@@ -22,10 +22,7 @@ from graph_runners import (
 from test_cuda_backend_gpu import DEVICE, PLACED, Case
 
 pytest.importorskip("sglang")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = {
     "DECODE": ([30, 300, 7], [29, 299, 6]),

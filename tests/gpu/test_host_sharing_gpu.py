@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).resolve().parent / "sharing_ranks_gpu.py"
 RANKS = 2
 

@@ -9,7 +9,7 @@ pytest.importorskip("sglang")
 import test_cuda_backend_gpu as backend
 from test_cuda_backend_gpu import DEVICE, HEADS, LAYER, SCALE, Case, close
 
-pytestmark = [pytest.mark.quick, *backend.pytestmark]
+pytestmark = [pytest.mark.quick, pytest.mark.gpu]
 published_on_cuda = backend.published_on_cuda
 TOKENS, CYCLES = 227, 300_000_000  # 150 ms of an H100, longer than the host needs for three batches
 

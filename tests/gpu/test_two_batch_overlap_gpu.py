@@ -19,10 +19,7 @@ from graph_runners import (
 from test_cuda_backend_gpu import Case
 
 pytest.importorskip("sglang")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 #: The second half of three requests begins at the second, eight bytes behind an address of 16.
 LENGTHS = {
