@@ -4,11 +4,11 @@ import graphlib
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import grimp
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts import ROOT
+
 PACKAGE = ROOT / "sgl_kvpool"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 #: Subpackages and modules that work without SGLang, from import-linter's forbidden contract.

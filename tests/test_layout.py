@@ -3,14 +3,13 @@
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
+from scripts import ROOT
 from sgl_kvpool import FORMAT_VERSION, MLAKVCacheLayout
 from sgl_kvpool.layout import Encoding, check_complete
 
-ROOT = Path(__file__).resolve().parents[1]
 BF16 = MLAKVCacheLayout.BF16
 FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
 BLOCK = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE

@@ -2,9 +2,9 @@
 
 import re
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts import ROOT
+
 PACKAGE = ROOT / "sgl_kvpool"
 PAGE = (ROOT / "docs" / "developing.md").read_text()
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]

@@ -7,17 +7,16 @@ name, which the source has as constants, are read as a user reads them.
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 from fences import blocks
 
+from scripts import ROOT
 from sgl_kvpool import env
 from sgl_kvpool.metrics import FAILURES, UNCACHED
 from sgl_kvpool.sglang_plugin import options as record
 from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 #: Placeholder for a value in a string of the source; no text contains this character.
 VALUE = "\0"

@@ -3,16 +3,15 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from fences import blocks
 
+from scripts import ROOT
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands import plan as command
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 #: First cells of the lines without the plugin, and the arguments of the second one.
 STOCK, STOCK_FP8 = "SGLang, bf16", "SGLang, fp8 with flashmla"

@@ -1,11 +1,10 @@
 """docs/reference.md is what `scripts.figures.reference` prints, with every argument, metric and event."""
 
-from pathlib import Path
-
+from scripts import ROOT
 from scripts.figures.reference import page
 from sgl_kvpool.sglang_plugin.hook_points import TESTED
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+PAGE = ROOT / "docs" / "reference.md"
 
 
 def test_the_page_is_what_the_program_prints():

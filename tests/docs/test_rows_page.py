@@ -1,17 +1,17 @@
 """docs/rows.md: offsets, sizes and the reader that it spells out, against the product."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fences import blocks
 
+from scripts import ROOT
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rows.md").read_text()
+PAGE = (ROOT / "docs" / "rows.md").read_text()
 GEOMETRIES = [(rank, rope) for rank in (128, 256, 384, 512, 1024) for rope in (0, 64)]
 
 

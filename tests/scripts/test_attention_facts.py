@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,6 @@ from scripts.figures import attention_facts, flashmla_costs
 from scripts.figures.attention_facts import TILE_COSTS, UNITS
 from sgl_kvpool.attention.decode_config import table, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-ROOT = Path(__file__).resolve().parents[2]
 
 ALL_COSTS = json.loads(TILE_COSTS.read_text())
 COSTS = [found for found in ALL_COSTS if found["kernel"] not in flashmla_costs.NAMES]

@@ -7,19 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from live_processes import alive
 
+from scripts import ROOT
 from scripts.soak import __main__ as soak
 from scripts.soak import checks, prompts
 from scripts.soak.servers import LEGS, cold_server, soaked_server
 from sgl_kvpool import env
 from sgl_kvpool.commands.processes.server import ServerFailed
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def session(pid):

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from scripts.bench.__main__ import main
 from scripts.bench.measurements import measurements
 from sgl_kvpool.folders import replace_file
 
-ROOT = Path(__file__).resolve().parents[3]
 #: A second of work.
 TINY = ["--device", "cpu", "--only", "runner=kvpool", "--only", "layout=fp4", "--only", "kind=sparse"]
 
