@@ -14,8 +14,6 @@ from emulated_cuda import graphs, libraries, order, shadows
 from emulated_cuda.memory import ALLOCATOR, MemoryFault, extent_bytes
 from emulated_cuda.tensors import unwrap
 
-__all__ = ["UnmarkedWrite", "row_index", "touch", "writes_only", "written"]
-
 #: Operators that read or write the rows of their first argument that an index names -> where the index is.
 _ROWS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("index", "index_put_", "_index_put_impl_", "index_put"), lambda args: args[1]),

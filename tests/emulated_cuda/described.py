@@ -13,8 +13,6 @@ from emulated_cuda import accesses, graphs, launches, operators, order, runtime
 from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor
 
-__all__ = ["PROPERTIES", "install"]
-
 TOTAL_BYTES = ALLOCATOR.total_bytes
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, warp_size=32,

@@ -9,8 +9,6 @@ import torch
 from emulated_cuda import launches
 from emulated_cuda.model_operators import normed
 
-__all__ = ["EXPORTS"]
-
 
 def _eh_norm(embeds, hidden, e_weight, h_weight, out, eps) -> None:
     """Both inputs of a draft's first projection, side by side."""

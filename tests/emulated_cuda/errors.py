@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["CudaError", "Refused", "keep", "raise_kept", "taken"]
-
 
 class CudaError(IntEnum):
     """As `cudaError_t`."""

@@ -18,11 +18,6 @@ import torch
 from emulated_cuda import order
 from emulated_cuda.memory import ALLOCATOR, POISON, Block
 
-__all__ = [
-    *("CUDAGraph", "CaptureFault", "Step", "capturing", "check_stream", "forbid_in_capture", "record"),
-    *("unowned",),
-]
-
 
 class CaptureFault(RuntimeError):
     """An operation that CUDA does not permit while a stream is capturing."""

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["after"]
-
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules as usual, and calls a function after one of them has run."""

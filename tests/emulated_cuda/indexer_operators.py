@@ -13,8 +13,6 @@ import torch
 
 from emulated_cuda import launches
 
-__all__ = ["EXPORTS", "MODULES", "OPERATORS", "WRITES"]
-
 _KEY, _ROPE, _SCALE_BYTES = 128, 64, 4
 _KEY_BYTES = _KEY + _SCALE_BYTES
 #: Queries that are scored at a time.

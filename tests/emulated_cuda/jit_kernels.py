@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXPORTS", "install"]
-
 
 def _check(tensors: dict[str, torch.Tensor], *, dims: int) -> None:
     for name, tensor in tensors.items():

@@ -13,8 +13,6 @@ from emulated_cuda import accesses, errors, graphs, operators, order, shadows
 from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor, unwrap
 
-__all__ = ["current", "install", "launch"]
-
 
 class _Current(threading.local):
     """The current device of a thread. There is memory on device 0 only."""

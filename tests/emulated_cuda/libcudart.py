@@ -20,8 +20,6 @@ import ptxrun_builds
 
 from emulated_cuda.runtime import RUNTIME
 
-__all__ = ["install", "toolkit"]
-
 #: Functions of the library and their arguments: "p" a pointer, a handle or a size, "i" an int.
 _FUNCTIONS = {
     "__cudaRegisterFatBinary": "p",

@@ -40,8 +40,6 @@ from torch.utils._pytree import tree_flatten
 from emulated_cuda import graphs, order
 from emulated_cuda.memory import ALLOCATOR
 
-__all__ = ["OPERATORS", "WRITES", "install", "install_process_groups", "stream_of"]
-
 
 def _merge_state_v2(v_a, s_a, v_b, s_b, v, s) -> None:
     for tensor in (v_a, s_a, v_b, s_b, v, s):

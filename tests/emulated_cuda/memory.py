@@ -13,8 +13,6 @@ import torch
 
 from emulated_cuda import order, shadows
 
-__all__ = ["ALLOCATOR", "POISON", "Allocator", "Block", "MemoryFault", "extent_bytes"]
-
 #: Fills new memory and freed memory. Read as bfloat16 it is -3.7e28, as int32 -286331154.
 POISON = 0xEE
 #: Alignment of blocks, as in torch's allocator.

@@ -16,8 +16,6 @@ import torch
 
 from emulated_cuda import launches
 
-__all__ = ["EXPORTS", "OPERATORS", "WRITES", "fused_add_rmsnorm_cute", "fused_moe", "layernorm", "normed"]
-
 
 def _product(name: str) -> Callable[..., torch.Tensor]:
     """`torch.mm` or `torch.bmm`, whose `out_dtype` CUDA alone has.

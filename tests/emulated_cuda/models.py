@@ -57,8 +57,6 @@ from emulated_cuda import (
     model_operators,
 )
 
-__all__ = ["install"]
-
 #: Functions of modules of which others are replaced; no model here calls them.
 _NOT_CALLED = (
     *(f"hadamard_transform_{n}n" for n in (12, 20, 28, 40)),

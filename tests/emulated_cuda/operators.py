@@ -13,17 +13,6 @@ from emulated_cuda.accesses import row_index, touch, writes_only, written
 from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor, unwrap
 
-__all__ = [
-    "COUNTS",
-    "HostWait",
-    "Mode",
-    "device_tensor",
-    "host_waits",
-    "run",
-    "set_sync_debug_mode",
-    "to",
-]
-
 
 class HostWait(RuntimeError):
     """The host waits for the device where `torch.cuda.set_sync_debug_mode("error")` forbids it."""

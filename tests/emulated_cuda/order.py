@@ -20,26 +20,6 @@ from typing import Any
 import torch
 import triton
 
-__all__ = [
-    "EPOCHS",
-    "HOST",
-    "HOST_CLOCK",
-    "STREAMS",
-    "Event",
-    "OrderFault",
-    "Stream",
-    "carry_out_before",
-    "current_stream",
-    "default_stream",
-    "join",
-    "place",
-    "set_stream",
-    "sleep",
-    "stream_of",
-    "synchronize",
-    "write_later",
-]
-
 HOST = 0
 #: Folders whose lines are not named: of ptxrun, and of packages that call operators and kernels.
 _DEVICE = str(Path(__file__).parent)

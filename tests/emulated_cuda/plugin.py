@@ -14,8 +14,6 @@ from pathlib import Path
 import ptxrun_builds
 import pytest
 
-__all__ = ["Plugin", "install"]
-
 #: Functions of the driver that libraries of sgl_kernel, FlashMLA and FlashInfer need when they are loaded.
 _DRIVER = """
 cuCtxFromGreenCtx cuCtxPopCurrent_v2 cuCtxPushCurrent_v2 cuDevResourceGenerateDesc

@@ -31,8 +31,6 @@ from emulated_cuda import errors, graphs, launches, order, shadows
 from emulated_cuda.errors import CudaError, Refused
 from emulated_cuda.memory import ALLOCATOR, Block, MemoryFault
 
-__all__ = ["RUNTIME", "VERSION", "Runtime", "TorchCudart", "transfer_ptx"]
-
 VERSION = 13000
 _CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 _PAGE = mmap.PAGESIZE

@@ -10,8 +10,6 @@ import torch
 
 from emulated_cuda.order import EPOCHS, HOST, HOST_CLOCK, STREAMS, OrderFault, Stream, join, place
 
-__all__ = ["Shadow", "access", "access_bytes", "not_ordered_before_reuse"]
-
 #: Memory above this size has one clock for 16 bytes, the alignment of rows; below, one for each byte.
 FINE_BYTES = 1 << 20
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVICE", "CudaTensor", "unwrap"]
-
 DEVICE = torch.device("cuda", 0)
 
 

@@ -18,8 +18,6 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["TorchKDAKernel", "conv_extend", "conv_update", "install", "track_all_layers", "track_one_layer"]
-
 
 def _convolve(history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Causal depthwise convolution of ``[C, T]`` after ``[C, W-1]`` earlier values, then SiLU."""
