@@ -1,7 +1,5 @@
 """Checkpoints of the demo model with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

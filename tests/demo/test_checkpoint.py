@@ -1,7 +1,5 @@
 """The demo checkpoint and its model, without a server."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What operators and kernels read and write of tensors: checked, noted, and compared with their schemas."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What torch.cuda answers: an H100, whose memory is that of the allocator."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

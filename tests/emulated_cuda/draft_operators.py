@@ -1,7 +1,5 @@
 """Trees of drafts: what SGLang compiles for EAGLE and MTP, with the kernels' checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Errors of the CUDA runtime, and the last one, which it keeps until somebody asks for it."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 

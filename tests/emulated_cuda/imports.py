@@ -1,7 +1,5 @@
 """Functions that are called as soon as a module has been imported."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import sys

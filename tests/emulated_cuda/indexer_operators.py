@@ -3,8 +3,6 @@
 A page of index keys has 128 bytes of e4m3 for each of its tokens, then a float32 scale for each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

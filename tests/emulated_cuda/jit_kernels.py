@@ -4,8 +4,6 @@
 module is in `MODULES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels on tensors of the device: Triton's are compiled and run by ptxrun, in the order of their stream."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext

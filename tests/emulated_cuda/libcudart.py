@@ -5,8 +5,6 @@ libcudart in the process, and code that was linked with this one finds no symbol
 CUDA_HOME with this libcudart, for nvcc, tvm-ffi and SGLang's `load_jit`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

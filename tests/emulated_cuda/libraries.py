@@ -26,8 +26,6 @@ which is used again too early is found. torch's allocator is told of no copy but
 `models` has those of SGLang's model classes, in a table of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

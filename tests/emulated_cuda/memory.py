@@ -1,7 +1,5 @@
 """Memory of the device, and pinned memory: blocks that are poisoned, and known after they are freed."""
 
-from __future__ import annotations
-
 import bisect
 import ctypes
 import weakref

@@ -3,8 +3,6 @@
 Those of `OPERATORS` get tensors of the CPU from the dispatcher, the others tensors of the device.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -41,8 +41,6 @@ Faults of SGLang 0.5.23 that the device finds with these classes (`test_prefill_
 * Kernels read `req_to_token` beyond a request's tokens, and use nothing of it: `launches._READ_AHEAD`.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

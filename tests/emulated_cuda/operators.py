@@ -1,7 +1,5 @@
 """Carries out torch's operators on tensors of the device: what CUDA forbids, and what the host waits for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Puts the device in place, and makes pytest run GPU tests on it: `--emulated`."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

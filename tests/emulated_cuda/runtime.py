@@ -11,8 +11,6 @@ A GPU reports no mistake of order. Such faults are kept in `ALLOCATOR.problems`,
 | `cudaHostRegister`, `cudaHostUnregister`, `__cuda*` | nothing |
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The accesses that each block of memory remembers, and whether an order is known for the next one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ The runners, their graphs' backends, buffers, batches and attention layers are S
 the attributes that the runners read of a ModelRunner are given here.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

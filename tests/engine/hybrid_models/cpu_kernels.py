@@ -7,8 +7,6 @@ looks for its own.
 Indices of state slots below 0 are padding and nothing is read or written for them.
 """
 
-from __future__ import annotations
-
 import torch
 from hybrid_net import NORM_EPS, decay, delta_step
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE

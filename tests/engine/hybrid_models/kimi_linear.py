@@ -5,8 +5,6 @@ class and the architecture's name, which are SGLang's own. SGLang's model class 
 for a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 from hybrid_net import HybridConfig, HybridNet
 from sglang.srt.layers.logits_processor import LogitsProcessor
