@@ -17,30 +17,26 @@ ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 VERIFY = ((66, 67, 68), (129, 2, 131), (0, 0, 1))
 
 
-def workspace_of(case):
+def poisoned(case):
+    """Outputs and workspace, full of NaN."""
     tokens, heads, _ = case.q.shape
     properties = torch.cuda.get_device_properties(case.q.device)
     size = workspace_bytes(
-        case.fmt,
-        heads,
-        tokens,
-        case.kv_indices.shape[1],
-        queries_per_list=case.queries_per_list,
+        case.fmt, heads, tokens, case.kv_indices.shape[1], queries_per_list=case.queries_per_list,
         sm_count=properties.multi_processor_count,
-    )
-    workspace = DecodeWorkspace(size, "cuda")
-    workspace.buffer.fill_(float("nan"))
-    return workspace
+    )  # fmt: skip
+    workspace, nan = DecodeWorkspace(size, "cuda"), float("nan")
+    workspace.buffer.fill_(nan)
+    out = torch.full((tokens, heads, case.fmt.kv_lora_rank), nan, dtype=case.q.dtype, device="cuda")
+    lse = torch.full((tokens, heads), nan, device="cuda")
+    return {"out": out, "lse": lse, "workspace": workspace}
 
 
-def run(case, **options):
-    """Result of the kernels for a case on the CPU, with poisoned outputs and workspace."""
+def run(case):
+    """Result of the kernels for a case on the CPU."""
     there = case.to("cuda")
     positional, keywords = there.arguments
-    tokens, heads, _ = there.q.shape
-    out = torch.full((tokens, heads, case.fmt.kv_lora_rank), float("nan"), dtype=case.q.dtype, device="cuda")
-    lse = torch.full((tokens, heads), float("nan"), device="cuda")
-    return mla_decode(*positional, **keywords, out=out, lse=lse, workspace=workspace_of(there), **options)
+    return mla_decode(*positional, **keywords, **poisoned(there))
 
 
 def check(found, case):
@@ -102,11 +98,7 @@ def test_captured_graph_follows_counts_and_lists(layout):
     index = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
     case = case.but(list_index=index)
     positional, keywords = case.arguments
-    options = {
-        "out": torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda"),
-        "lse": torch.empty(3, 16, device="cuda"),
-        "workspace": workspace_of(case),
-    }
+    options = poisoned(case)
     mla_decode(*positional, **keywords, **options)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -128,11 +120,7 @@ def test_captured_graph_follows_counts_and_lists(layout):
 def test_a_call_with_room_allocates_nothing():
     case = make_case("fp4", counts=((900,), (64,)), width=1000, heads=16).to("cuda")
     positional, keywords = case.arguments
-    options = {
-        "out": torch.empty(2, 16, 512, dtype=torch.bfloat16, device="cuda"),
-        "lse": torch.empty(2, 16, device="cuda"),
-        "workspace": workspace_of(case),
-    }
+    options = poisoned(case)
     mla_decode(*positional, **keywords, **options)  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

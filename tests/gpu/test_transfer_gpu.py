@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +26,14 @@ PAGE_SIZES = [1, 2, 61, 64]
 @pytest.fixture
 def device():
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def comes_back(device, stream):
+    """`round_trip` over pinned memory."""
+    return partial(
+        round_trip, device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned
+    )
 
 
 @pytest.fixture
@@ -58,11 +67,8 @@ def tools(device):
         ],
     ),
 )
-def test_every_bit_comes_back(device, stream, layout, arrangement, page_size, engine):
-    round_trip(
-        engine, layout, layout, arrangement, page_size,
-        device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned,
-    )  # fmt: skip
+def test_every_bit_comes_back(comes_back, layout, arrangement, page_size, engine):
+    comes_back(engine, layout, layout, arrangement, page_size)
 
 
 @pytest.mark.parametrize(
@@ -79,22 +85,16 @@ def test_every_bit_comes_back(device, stream, layout, arrangement, page_size, en
         ],
     ),
 )
-def test_narrow_rows_are_the_references(device, stream, own, other, arrangement, page_size, engine):
-    round_trip(
-        engine, own, other, arrangement, page_size,
-        device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned,
-    )  # fmt: skip
+def test_narrow_rows_are_the_references(comes_back, own, other, arrangement, page_size, engine):
+    comes_back(engine, own, other, arrangement, page_size)
 
 
 @pytest.mark.parametrize("engine", ["staged", "kernel"])
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (384, 64), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), CONVERSIONS)
-def test_warps_with_idle_lanes(device, stream, own, other, geometry, engine):
+def test_warps_with_idle_lanes(comes_back, own, other, geometry, engine):
     """Latents of fewer than 32 blocks, of more, and of a number that is not a multiple of 32."""
-    round_trip(
-        engine, own, other, "layer_major", 3, geometry=geometry,
-        device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned,
-    )  # fmt: skip
+    comes_back(engine, own, other, "layer_major", 3, geometry=geometry)
 
 
 @pytest.mark.quick
