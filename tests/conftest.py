@@ -216,6 +216,16 @@ def fresh(tmp_path_factory):
         yield process
 
 
+@pytest.fixture(scope="session")
+def process_group():
+    """A group of this process alone."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
 @pytest.fixture
 def no_reserve(monkeypatch, published):
     """Allow host tiers on a machine of any size: SGLang otherwise leaves 10 GiB of memory free."""

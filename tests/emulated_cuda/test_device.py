@@ -152,11 +152,10 @@ def test_another_stream_inside_a_capture_has_to_belong_to_it(stream):
         x.add_(1)
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_a_collective_accesses_until_wait(asynchronous):
     """As NCCL's: a stream of its own for `async_op=True`, also for what it writes."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     out, x = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
     work = dist.all_gather_into_tensor(out, x, async_op=asynchronous)
     if asynchronous:

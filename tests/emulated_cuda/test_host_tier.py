@@ -20,15 +20,6 @@ USED, MOVED = 7, 3
 GUARD = 0xEE
 
 
-@pytest.fixture(scope="module")
-def process_group():
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
-
-
 @pytest.fixture
 def controller_of(process_group, monkeypatch):
     """`controller_of(pool, io_backend, forward, drafts)`: SGLang's, which waits for the stream `forward`."""

@@ -9,15 +9,6 @@ from model_kinds import KINDS, pool_of, publish_server, request_pool
 from tree_model import build
 
 
-@pytest.fixture(scope="session")
-def process_group():
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
-
-
 @pytest.fixture
 def host_server(no_reserve, published, kept_context, monkeypatch):
     """`host_server(...)`: `publish_server`, with our hooks; SGLang's context is put back at the end."""
