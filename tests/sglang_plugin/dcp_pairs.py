@@ -45,19 +45,27 @@ class Engine:
         return 0
 
 
-def rank_of(manager_of, monkeypatch, mode, layout, page_size, pages, device, **more):
-    """A rank's manager of Mooncake, and its pool, filled with other bytes on each side."""
+def rank_of(manager_of, monkeypatch, mode, layout, page_size, pages, device, dcp_size, **more):
+    """A rank's manager of Mooncake, and its pools, filled with other bytes on each side.
+
+    They are a target's, and a draft's with all rows.
+    """
     from sglang.srt.disaggregation.mooncake import conn
 
     monkeypatch.setattr(conn, "get_mooncake_transfer_engine", Engine)
-    pool = pool_of(layout, page_size=page_size, pages=pages, device=device)
-    for layer in range(LAYERS):
-        rows = pool.kv_buffer[layer].view(torch.uint8)
+    pool, draft = (
+        pool_of(layout, page_size=page_size * n, pages=pages, layers=layers, device=device, **replicated)
+        for n, layers, replicated in (
+            (1, LAYERS, {}), (dcp_size, 1, {"dcp_replicated": dcp_size > 1})
+        )
+    )  # fmt: skip
+    for layer in (*pool.kv_buffer, *draft.kv_buffer):
+        rows = layer.view(torch.uint8)
         random = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
         rows.copy_(random if mode == "prefill" else torch.full_like(random, GUARD))
     # With roles that may change, a manager's threads end when it does.
-    more |= {"manager": conn.MooncakeKVManager, "enable_pd_role_switch": True}
-    return manager_of(mode, pool, **more), pool
+    more |= {"manager": conn.MooncakeKVManager, "enable_pd_role_switch": True, "dcp_size": dcp_size}
+    return manager_of(mode, pool, draft=draft, **more), (pool, draft)
 
 
 def until(poll, wanted):
@@ -90,9 +98,9 @@ def transferred(bootstrap, prefill, decode, room, chunks, targets, prefix):
         until(one.poll, "Success")
 
 
-def rows_of(pool):
+def rows_of(pools):
     """All rows of each layer, on the host, `[slots, row bytes]`."""
-    return [layer.view(torch.uint8).flatten(1).cpu().numpy() for layer in pool.kv_buffer]
+    return [layer.view(torch.uint8).flatten(1).cpu().numpy() for pool in pools for layer in pool.kv_buffer]
 
 
 def check_relayout(
@@ -119,9 +127,10 @@ def check_relayout(
             ("prefill", count + 2, prefill_ranks, 1), ("decode", 5, decode_ranks, dcp)
         )
     )  # fmt: skip
-    for _, pool in prefill[1:]:  # ranks of a server without --dcp-size have the same rows
-        for layer, first in zip(pool.kv_buffer, prefill[0][1].kv_buffer, strict=True):
-            layer.view(torch.uint8).copy_(first.view(torch.uint8))
+    for _, both in prefill[1:]:  # ranks of a server without --dcp-size have the same rows
+        for pool, of_first in zip(both, prefill[0][1], strict=True):
+            for layer, first in zip(pool.kv_buffer, of_first.kv_buffer, strict=True):
+                layer.view(torch.uint8).copy_(first.view(torch.uint8))
     chunks = [(sources[: page + 1], (page + 1) * page)] if page < 4 else [(sources[:1], page)]
     sent = len(chunks[0][0])
     chunks.append((sources[sent:], tokens - sent * page))
@@ -130,10 +139,11 @@ def check_relayout(
     positions = np.arange(tokens)
     there = sources[positions // page] * page + positions % page
     slots = targets[positions // wide] * wide + positions % wide
-    for rank, (_, pool) in enumerate(decode):
-        own = slots % dcp == rank % dcp
-        for stored, found in zip(rows_of(prefill[0][1]), rows_of(pool), strict=True):
+    for rank, (_, both) in enumerate(decode):
+        for n, (stored, found) in enumerate(zip(rows_of(prefill[0][1]), rows_of(both), strict=True)):
+            spread = dcp if n < LAYERS else 1
+            own = slots % spread == rank % spread
             wanted = np.full_like(found, GUARD)
-            wanted[slots[own] // dcp] = stored[there[own]]
-            assert np.array_equal(found, wanted), rank
+            wanted[slots[own] // spread] = stored[there[own]]
+            assert np.array_equal(found, wanted), (rank, n)
     return tokens, [manager for manager, _ in prefill]

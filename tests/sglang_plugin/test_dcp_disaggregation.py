@@ -5,7 +5,7 @@ import pytest
 from codec_oracle import LAYOUTS
 from dcp_pairs import check_relayout, rank_of, rows_of, transferred
 from managers import pool_of
-from pools import GUARD
+from pools import GUARD, LAYERS
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_rows_of_several_ranks_reach_the_same_ranks(manager_of, bootstrap, monke
     first = 2 * page * ranks
     transferred(bootstrap, *managers, 7, [(sources[:2], first), (sources[2:], tokens - first)], targets, 0)
     for (_, source), (_, target) in zip(sides["prefill"], sides["decode"], strict=True):
-        for there, here in zip(rows_of(source), rows_of(target), strict=True):
-            wanted = np.full_like(here, GUARD)
+        for n, (there, here) in enumerate(zip(rows_of(source), rows_of(target), strict=True)):
+            size, wanted = page if n < LAYERS else page * ranks, np.full_like(here, GUARD)
             for number, other in zip(sources, targets, strict=True):
-                wanted[other * page : (other + 1) * page] = there[number * page : (number + 1) * page]
-            assert np.array_equal(here, wanted)
+                wanted[other * size : (other + 1) * size] = there[number * size : (number + 1) * size]
+            assert np.array_equal(here, wanted), n
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Our backends in SGLang's own factories of attention backends, for targets and drafts."""
 
 import sys
+from contextlib import nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -140,25 +143,63 @@ def test_names_are_added_in_place_and_once(published):
             names[:] = content
 
 
-def test_drafts_are_built_and_run_as_on_one_rank(published):
-    """With SGLang's own scopes outside and inside, which are restored, also by an exception."""
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.speculative import eagle_worker_v2
-    from test_dcp_pool import as_rank
+#: Placement of a draft without groups of its own.
+PLACED = SimpleNamespace(tp_group=None, disable_cp=False)
+
+
+@pytest.fixture
+def scope(published):
+    """`scope(PLACED)`: SGLang's scope of a draft with our hook."""
+    from sglang.srt.speculative import eagle_worker_v2 as eagle
 
     from sgl_kvpool.sglang_plugin.hooks import dense_ranks
+
+    original = getattr(eagle.draft_tp_context, "__wrapped__", eagle.draft_tp_context)
+    return partial(dense_ranks._draft_tp_context, original)
+
+
+def test_drafts_are_built_and_run_as_on_one_rank(scope):
+    """With SGLang's own scopes outside and inside, which are restored, also by an exception."""
+    from sglang.srt.runtime_context import get_parallel
+    from test_dcp_pool import as_rank
 
     def found():
         parallel = get_parallel()
         return parallel.dcp_enabled, parallel.attn_dcp_size, parallel.attn_dcp_rank
 
-    scope = getattr(eagle_worker_v2.draft_tp_context, "__wrapped__", eagle_worker_v2.draft_tp_context)
-    layout = SimpleNamespace(tp_group=None, disable_cp=False)
-    scoped = dense_ranks._draft_tp_context(scope, layout)
+    scoped = scope(PLACED)
     with as_rank(1, 2):
         with scoped, get_parallel().override(attn_cp_rank=0):
             assert found() == (False, 1, 0)
         assert found() == (True, 2, 1)
-        with pytest.raises(ZeroDivisionError), dense_ranks._draft_tp_context(scope, layout):
+        with pytest.raises(ZeroDivisionError), scope(PLACED):
             print(1 / 0)
         assert found() == (True, 2, 1)
+
+
+def test_sglang_makes_an_adaptive_targets_backends_in_the_scope_of_its_draft(scope, monkeypatch):
+    """So its graphs would merge no ranks, and --speculative-adaptive is refused with --dcp-size."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative import eagle_worker_v2 as eagle
+    from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
+    from test_dcp_pool import as_rank
+
+    ranks, worker = [], object.__new__(eagle.EAGLEWorkerV2)
+    vars(worker).update(
+        speculative_num_steps=3, speculative_num_draft_tokens=4, device="cpu", gpu_id=0,
+        _draft_worker=mock.Mock(parallel_layout=PLACED), _target_worker=mock.Mock(),
+        adaptive_controller=AdaptiveController(worker, mock.Mock(candidate_steps=[3, 1])),
+    )  # fmt: skip
+    worker._target_worker.model_runner._get_attention_backend = lambda **_: ranks.append(
+        get_parallel().attn_dcp_size
+    )
+    for name, stand_in in (
+        ("draft_tp_context", scope), ("speculative_moe_backend_context", nullcontext),
+        ("speculative_moe_a2a_backend_context", nullcontext), ("check_cuda_graph_backend", mock.Mock()),
+        ("get_available_gpu_memory", lambda *_: 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(eagle, name, stand_in)
+    monkeypatch.setattr(worker.__class__, "_override_worker_state", lambda *_, **__: nullcontext())
+    with as_rank(1, 2):
+        worker.init_cuda_graphs()
+    assert ranks == [1]

@@ -54,7 +54,8 @@ class TierBytes:
         return cls(
             rows=tokens * page.bytes_per_token(rows.page_size),
             states=state_bytes,
-            own_drafts=tokens * sum(map(own_draft_bytes, own_drafts)),
+            # Each rank has all rows of a draft.
+            own_drafts=tokens * rows.dcp_size * sum(map(own_draft_bytes, own_drafts)),
             host_tokens_per_token=rows.row_format.row_bytes / host_row,
         )
 

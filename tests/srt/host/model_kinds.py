@@ -88,7 +88,12 @@ def request_pool(kind="kda", slots=6, context=64):
 
 def pool_of(kind, layout, page_size, pages, requests=None, draft=None, arrangement="layer_major", **options):
     """The pool of a kind's target, or of one of its drafts, with a layer: it has the target's states."""
+    from sglang.srt.runtime_context import get_parallel
+
     what = draft or ("hybrid" if kind.hybrid else "sparse" if kind.sparse else "dense")
+    if draft and (ranks := get_parallel().attn_dcp_size) > 1:  # each has all rows of a draft
+        page_size *= ranks
+        options |= {} if draft == "heads" else {"dcp_replicated": True}
     sizes = {"page_size": page_size, "size": pages * page_size}
     if what == "hybrid":
         return pools.hybrid_pool(

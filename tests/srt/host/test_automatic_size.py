@@ -25,16 +25,24 @@ def ratio_in_use():
     return get_memory().hicache_ratio
 
 
-@pytest.mark.parametrize(("kind", "host"), crossed([*KINDS], ["bf16", "fp4"]))
-def test_the_ratio_is_lowered_until_all_pools_fit(model_of, free_memory, kind, host):
+@pytest.mark.parametrize(
+    ("kind", "host", "ranks"),
+    [
+        *((*case, 1) for case in crossed([*KINDS], ["bf16", "fp4"])),
+        ("dense, own draft", "bf16", 2),
+        ("dense, own draft with heads", "fp4", 2),
+    ],
+)
+def test_the_ratio_is_lowered_until_all_pools_fit(model_of, free_memory, kind, host, ranks):
     """Measured by the tensors: whatever the ratio, all pools take the budget, and not much less of it."""
     free_memory(1 << 40)
-    plenty = model_of(kind, "bf16", host, 64, pages=64, slots=64, ratio=None)
+    of_rank = {"tp_size": ranks, "dcp_size": ranks}
+    plenty = model_of(kind, "bf16", host, 64, pages=64, slots=64, ratio=None, **of_rank)
     assert ratio_in_use() == 2.0
     wanted = plenty.host_bytes
     budget = 0.6 * wanted
-    free_memory(budget / FRACTION)
-    fitting = model_of(kind, "bf16", host, 64, pages=64, slots=64, ratio=None)
+    free_memory(ranks * budget / FRACTION)  # SGLang divides it among ranks
+    fitting = model_of(kind, "bf16", host, 64, pages=64, slots=64, ratio=None, **of_rank)
     assert ratio_in_use() < 2.0
     # A page more in each pool, which SGLang adds, is part of its slack.
     assert (1 - 2 * SLACK) * budget < fitting.host_bytes <= budget

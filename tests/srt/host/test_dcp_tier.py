@@ -6,9 +6,11 @@
 import numpy as np
 import pools
 import pytest
+import torch
 from cases import crossed
 from codec_oracle import LAYOUTS, narrower
 from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, tier_of
+from model_kinds import request_pool
 from pools import ARRANGEMENTS, DSA_PAGE, GUARD, LAYERS, assert_holds, at, device_pool, dsa_pool, fill, guard
 from test_dcp_pool import as_rank
 from test_hybrid_stores import fetch, files, stored
@@ -56,11 +58,19 @@ def test_a_rank_moves_the_rows_of_its_slots(controller_of, layout, arrangement, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "host"), [(layout, host) for layout in LAYOUTS for host in ("same", *narrower(layout))]
+    ("kind", "layout", "host"),
+    [
+        *(("dense", layout, host) for layout in LAYOUTS for host in ("same", *narrower(layout))),
+        *(
+            (f"dense, {draft}", layout, "fp4")
+            for draft in ("packed draft", "own draft", "own draft with heads")
+            for layout in ("fp4", "bf16")
+        ),
+    ],
 )
-def test_prompts_come_back_from_the_host(model_of, layout, host):
+def test_prompts_come_back_from_the_host(model_of, kind, layout, host):
     for rank in range(3):
-        model = model_of("dense", layout, host, PAGE, pages=16, **rank_of(rank, 3))
+        model = model_of(kind, layout, host, PAGE, pages=16, **rank_of(rank, 3))
         assert model.page_size == 3 * PAGE
         prefix = list(range(3 * 3 * PAGE))
         one, other = prefix + list(range(100, 100 + 3 * PAGE)), prefix + list(range(200, 200 + 3 * PAGE))
@@ -111,6 +121,44 @@ def test_the_self_check_compares_a_ranks_rows_and_all_keys(controller_of):
         controller = controller_of(pool, **rank_of(1, 2))
         assert check_tier(controller, lambda good: good) == "2 pages to the host tier and back"
         assert tier_of(controller).index_keys.shape[1] == 2 * LAYERS * DSA_PAGE * 132
+
+
+def test_sglangs_host_pool_takes_one_ranks_part_of_a_packed_draft(host_server, kernels, monkeypatch):
+    """So a draft is refused beside it: of a page, the rank has half of the rows, and the draft all."""
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+    from sglang.srt.mem_cache.pool_host import mla
+
+    from sgl_kvpool.srt.host import tier_bytes
+
+    host_server(page_size=PAGE, hicache_mem_layout="page_first", hicache_ratio=2.0, **rank_of(1, 2))
+    target = device_pool("bf16", page_size=PAGE)
+    draft = device_pool("bf16", page_size=2 * PAGE, layers=1, dcp_replicated=True)
+    monkeypatch.setattr(tier_bytes, "has_our_tier", lambda pool: False)
+    tier = hybrid_pool_assembler.build_kv_host_pool(
+        kv_pool=target, page_size=2 * PAGE, use_mla=True, mtp_draft_device_pools=(draft,)
+    )
+    moved = []
+    monkeypatch.setattr(
+        mla, "transfer_kv_all_layer_mla_lf_pf", lambda **given: moved.append(given), raising=False
+    )
+    slots = torch.arange(2 * PAGE, 4 * PAGE)
+    tier.backup_from_device_all_layer(target, slots, slots, "kernel")
+    assert [given["num_layers"] for given in moved] == [LAYERS + 1]
+    assert moved[0]["src_indices"].tolist() == (slots[1::2] // 2).tolist()
+
+
+@pytest.mark.usefixtures("published")
+def test_sglangs_tree_without_extra_states_takes_pages_of_one_token():
+    """So no_buffer is refused for hybrid models: a page has a token of each rank."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
+
+    params = CacheInitParams(
+        disable=False, req_to_token_pool=request_pool(), token_to_kv_pool_allocator=None, page_size=2,
+        enable_mamba_extra_buffer=False,
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="requires page_size=1 .*, got 2"):
+        MambaComponent(None, params)
 
 
 def test_lists_of_other_pages_are_a_miss(controller_of, failures, caplog):

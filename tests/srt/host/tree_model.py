@@ -15,7 +15,7 @@ import pools
 import torch
 from codec_oracle import ROW_BYTES
 from host_tier import allocator_of
-from pools import GUARD, at
+from pools import GUARD
 
 RANK, ROPE = 512, 64
 
@@ -53,14 +53,14 @@ class Model:
     """Writes, evicts and verifies all bytes of prefixes; free slots of the device hold guard bytes.
 
     A host tier with narrower rows returns the codec's round trip, which the oracle computes. Layers of drafts
-    come behind the target's. With `--dcp-size` this is one of the ranks, with its own rows of every prompt.
+    come behind the target's. With `--dcp-size` this is one of the ranks, with its own rows of the target.
     """
 
     def __init__(self, cache, pool, requests=None, drafts=()):
         from sglang.srt.runtime_context import get_parallel
 
         self.cache, self.pool, self.page_size, self.requests = cache, pool, cache.page_size, requests
-        self.rank, self.ranks = get_parallel().attn_dcp_rank, get_parallel().attn_dcp_size
+        self.rank = get_parallel().attn_dcp_rank
         self.layout, host = pool.kv_cache_layout.value, pool.host_tier.layout
         self.host_layout = self.layout if host == "same" else host
         of_rows = [each for each in (pool, *drafts) if not hasattr(each, "k_buffer")]
@@ -71,6 +71,8 @@ class Model:
             if each not in of_rows
             for layer in (*each.k_buffer, *each.v_buffer)
         ]
+        spread = [each.dcp_size for each in of_rows for _ in pools.rows(each)]
+        self.ranks = spread + [1] * len(self.head_layers)
         # With `--dcp-size` a page of the tree has several pages of index keys, which all ranks have.
         self.index_layers = [
             layer.reshape(each.size // each.page_size + 1, -1)
@@ -176,8 +178,8 @@ class Model:
         new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
         assert new is not None
         made = [*self.rows_of(tokens), *self.heads_of(tokens)]
-        own, place = self._stored(new)
-        for layer, part in zip([*self.row_layers, *self.head_layers], made, strict=True):
+        for layer, ranks, part in zip([*self.row_layers, *self.head_layers], self.ranks, made, strict=True):
+            own, place = self._stored(new, ranks)
             if len(new):
                 layer[place] = np.asarray(part[len(had) :])[own]
         for layer, keys in zip(self.index_layers, self.index_of(tokens), strict=True):
@@ -206,10 +208,10 @@ class Model:
         self.cache.check_hicache_events()
         self.cache.check_hicache_events()
 
-    def _stored(self, slots):
-        """Which of some tokens this rank stores (`--dcp-size`), and where."""
-        tokens = np.flatnonzero(slots.numpy() % self.ranks == self.rank)
-        return tokens, at(self.pool, slots.numpy()[tokens] // self.ranks)
+    def _stored(self, slots, ranks):
+        """Which of some tokens this rank stores of a layer spread over `ranks`, and where."""
+        tokens = np.flatnonzero(slots.numpy() % ranks == self.rank % ranks)
+        return tokens, np.divmod(slots.numpy()[tokens] // ranks, self.page_size // ranks)
 
     def _pages(self, slots):
         return slots.numpy()[:: self.page_size] // self.page_size
@@ -273,15 +275,16 @@ class Model:
 
     def verify(self, prefix, slots):
         """Compare all bytes of slots with those of a prefix, computed or from the host."""
-        own, place = self._stored(slots)
-        made = self.rows_of(prefix)[:, own]
+        made = self.rows_of(prefix)
         back = made if self.host_layout == self.layout else self.rounded(made)
         for n, layer in enumerate(self.row_layers):
+            own, place = self._stored(slots, self.ranks[n])
             found = layer[place]
-            same = (found == made[n]).all(axis=1) | (found == back[n]).all(axis=1)
+            same = (found == made[n][own]).all(axis=1) | (found == back[n][own]).all(axis=1)
             assert same.all(), f"layer {n}: other rows at tokens {own[~same]}"
+        _, place = self._stored(slots, 1)
         for n, (layer, heads) in enumerate(zip(self.head_layers, self.heads_of(prefix), strict=True)):
-            assert np.array_equal(layer[place], np.asarray(heads)[own]), f"keys or values of draft layer {n}"
+            assert np.array_equal(layer[place], heads), f"keys or values of draft layer {n}"
         for n, (layer, keys) in enumerate(zip(self.index_layers, self.index_of(prefix), strict=True)):
             assert np.array_equal(layer[self._pages(slots)], keys), f"index keys of layer {n}"
 
