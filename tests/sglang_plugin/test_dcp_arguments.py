@@ -120,15 +120,15 @@ DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
         ("glm-lite", [], None),
         ("mtp1", ["NEXTN", *DRAFTS], None),
         ("mtp1", ["EAGLE", *DRAFTS, "--enable-hierarchical-cache"], None),
-        ("mtp1", ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3"], None),
-        ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
-        ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),
-        ("k3", [], "KimiK3ForConditionalGeneration: .*CuteDSL's kernel for Blackwell alone"),
+        ("mtp1", ["EAGLE", *DRAFTS, "--disaggregation-mode", "prefill"], None),
         (
             "mtp1",
             ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--enable-hierarchical-cache"],
-            "DeepseekV2ForCausalLM: a host tier of such a draft has not been tested",
+            None,
         ),
+        ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
+        ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),
+        ("k3", [], "KimiK3ForConditionalGeneration: .*CuteDSL's kernel for Blackwell alone"),
     ],
 )
 def test_models_and_drafts(serve, checkpoints, model, argv, refused):

@@ -230,10 +230,5 @@ def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
         server.is_hybrid and single,
         "SGLang keeps states at pages of one token, and a page has tokens of all ranks",
     )
-    yield (
-        drafts and server.disaggregates,
-        "the pages of its draft have tokens of all ranks, and SGLang sends one's",
-    )
-    yield drafts and tier and server.has_own_draft, "a host tier of such a draft has not been tested there"
     stock = drafts and tier and not server.has_our_tier
     yield stock, "SGLang's host pool, without --kv-host-engine, divides a draft's rows among ranks"
