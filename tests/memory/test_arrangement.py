@@ -24,33 +24,22 @@ def addresses(name, layers, pages, tokens, row_bytes):
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_b1_b4_every_byte_has_its_own_place_and_every_place_its_byte(name):
-    """B1 and B4: all sizes from {1, 2, 3}, also those where two axes could be taken for each other."""
-    for sizes in SIZES:
-        placement = RowPlacement(KVArrangement(name), *sizes)
-        strides = placement.strides_bytes
-        grid = np.indices(sizes)
-        found = sum(grid[i] * strides[axis] for i, axis in enumerate("LBNC"))
-        assert np.array_equal(found, addresses(name, *sizes)), sizes
-        assert sorted(found.ravel()) == list(range(placement.total_bytes))
-
-
-@pytest.mark.parametrize("name", ORDER)
-def test_b3_rows_of_a_view_are_the_bytes_at_the_address(name):
-    """B3, both ways: bytes written through a layer's view, and read through it."""
+def test_b1_b2_b3_b4_rows_of_a_view_are_the_bytes_at_the_address(name):
+    """Both ways, in a part of a larger buffer; all sizes from {1, 2, 3}, also those with equal axes."""
     for layers, pages, tokens, row_bytes in SIZES:
         placement = RowPlacement(KVArrangement(name), layers, pages, tokens, row_bytes)
         where = addresses(name, layers, pages, tokens, row_bytes)
         slots = torch.arange(pages * tokens)
         rows = placement.slot_to_row(slots)
         for layer in range(layers):
-            buffer = torch.zeros(placement.total_bytes, dtype=torch.uint8)
+            whole = torch.zeros(placement.total_bytes + 100, dtype=torch.uint8)
+            buffer = whole[90:-10]
             view = placement.layer_view(buffer, layer)
             assert view.data_ptr() - buffer.data_ptr() == layer * placement.strides_bytes["L"]
             view[rows] = 7
             raw = buffer.numpy().copy()
             assert (raw[where[layer].ravel()] == 7).all()
-            assert raw.sum() == 7 * pages * tokens * row_bytes  # A5: and nothing else
+            assert whole.sum() == 7 * pages * tokens * row_bytes  # A5: and nothing else
             buffer.copy_(torch.from_numpy(np.random.default_rng(0).permutation(256).astype(np.uint8)).repeat(2)[
                 : placement.total_bytes
             ])  # fmt: skip
@@ -99,18 +88,6 @@ def test_names():
     assert [str(member) for member in KVArrangement.of_rows()] == list(ORDER)
     with pytest.raises(ValueError, match="head_major splits pages by head, and rows have one"):
         RowPlacement(KVArrangement.HEAD_MAJOR, 1, 1, 1, 1)
-
-
-def test_views_share_the_buffers_storage_at_an_offset():
-    """B2; the buffer may itself be a part of a larger one."""
-    whole = torch.full((1000,), 0xEE, dtype=torch.uint8)
-    placement = RowPlacement(KVArrangement.TOKEN_MAJOR, layers=2, pages=3, page_size_tokens=5, row_bytes=7)
-    buffer = whole[90 : 90 + placement.total_bytes]
-    for layer in range(2):
-        placement.layer_view(buffer, layer).fill_(layer)
-    assert (whole[:90] == 0xEE).all()
-    assert (whole[90 + 210 :] == 0xEE).all()
-    assert buffer.view(15, 2, 7).unique(dim=0).tolist() == [[[0] * 7, [1] * 7]]
 
 
 @pytest.mark.parametrize("field", ["layers", "pages", "page_size_tokens", "row_bytes"])
