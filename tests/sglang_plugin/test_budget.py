@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from codec_oracle import ROW_BYTES
-from configurators import classes_of, drafting, sizes_of
+from configurators import classes_of, sizes_of
+from refused import TIER
 from test_dcp_pool import as_rank
 
 LAYERS = 3
@@ -134,61 +135,45 @@ def test_modules_that_disagree_on_a_k_scale_and_a_layout_without_one():
     assert checked_k_scales(model, MLAKVCacheLayout("bf16"), ("flashmla",)) == {}
 
 
-def on_a_gpu(real):
-    """SGLang's resolving view of arguments that were resolved for a CPU, with a GPU as its device."""
+@pytest.fixture
+def on_a_gpu(configured, checkpoints):
+    """`on_a_gpu(model, layout, ...)`: the request of SGLang's KVCacheConfigurator of a server on Hopper."""
+    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 
-    class OnAGpu:
-        device = "cuda"
+    def build(model, layout, *argv, **fields):
+        return PoolRequest(configured(checkpoints[model], layout, *argv, **{"device": "cuda", **fields}))
 
-        def __init__(self, args):
-            self._view = real(args)
-
-        def __getattr__(self, name):
-            return getattr(self._view, name)
-
-    return OnAGpu
+    return build
 
 
 @pytest.mark.parametrize(
     ("layout", "arguments", "row_bytes"),
     [
-        ("fp4", [], 416),
-        ("bf16", ["--kv-host-layout", "fp4"], 416),
-        ("bf16", ["--kv-cache-arrangement", "token_major"], 1152),
-        ("bf16", [], None),  # SGLang's own host pool
-        ("fp4", ["without"], None),
+        ("fp4", [TIER], 416),
+        ("bf16", [TIER, "--kv-host-layout", "fp4"], 416),
+        ("bf16", [TIER, "--kv-cache-arrangement", "token_major"], 1152),
+        ("bf16", [TIER], None),  # SGLang's own host pool
+        ("fp4", [], None),
     ],
 )
-def test_page_buffers_on_a_gpu_are_charged(
-    configurator, resolve, checkpoints, monkeypatch, layout, arguments, row_bytes
-):
-    """Eight slots of 16 pages of three layers; the arguments are resolved for a CPU, and the view changed."""
-    from sglang.srt.arg_groups import overrides
+def test_page_buffers_on_a_gpu_are_charged(on_a_gpu, resolve, checkpoints, layout, arguments, row_bytes):
+    """Eight slots of 16 pages of three layers."""
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 
-    tier = [] if "without" in arguments else ["--enable-hierarchical-cache"]
-    arguments = [a for a in arguments if a != "without"]
-    args = resolve(checkpoints["mla3"], "--kv-cache-layout", layout, *tier, *arguments)
-    kvc = SimpleNamespace(
-        server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
-        layer_info=SimpleNamespace(num_effective_layers=LAYERS), spec_aux_config=None,
-        spec_algorithm=SpeculativeAlgorithm.NONE,
-        mambaish_config=None,
-    )  # fmt: skip
-    assert page_buffer_bytes(PoolRequest(kvc)) == 0  # on a CPU
-    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     expected = 0 if row_bytes is None else 8 * 16 * LAYERS * 64 * row_bytes
-    assert page_buffer_bytes(PoolRequest(kvc)) == expected
-    kvc.spec_algorithm, kvc.spec_aux_config = SpeculativeAlgorithm.EAGLE, drafting(1)
-    assert page_buffer_bytes(PoolRequest(kvc)) == expected * (LAYERS + 1) // LAYERS
+    for fields, bytes_of_all in (
+        ({"device": "cpu"}, 0), ({}, expected), ({"eagle": 1}, expected * (LAYERS + 1) // LAYERS)
+    ):  # fmt: skip
+        assert page_buffer_bytes(on_a_gpu("mla3", layout, *arguments, **fields)) == bytes_of_all
     # An unpacked draft of three layers has its own tier: ours for MLA rows, SGLang's for other models.
-    kvc.spec_algorithm, kvc.draft_attn_tp_size = SpeculativeAlgorithm.EAGLE3, 1
     for draft, tiers in (("mla3", 2), ("mha", 1)):
-        kvc.spec_aux_config.draft_model_config = overrides.model_config_of(resolve(checkpoints[draft]))
-        assert page_buffer_bytes(PoolRequest(kvc)) == tiers * expected
+        kvc = (request := on_a_gpu("mla3", layout, *arguments, eagle=1)).configurator
+        kvc.spec_algorithm = SpeculativeAlgorithm.EAGLE3
+        kvc.spec_aux_config.draft_model_config = model_config_of(resolve(checkpoints[draft]))
+        assert page_buffer_bytes(request) == tiers * expected
 
 
 @pytest.mark.parametrize("stage", [(0, 6), (2, 5)])
@@ -202,27 +187,18 @@ def test_page_buffers_on_a_gpu_are_charged(
     ],
 )
 def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
-    published, resolve, checkpoints, monkeypatch, model, part_bytes, stage
+    on_a_gpu, monkeypatch, model, part_bytes, stage
 ):
     """The budget has only SGLang's parameters, because there is no pool yet; the tier uses the pool."""
     from hybrid_configs import MLA_LAYERS
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.mem_cache.memory_pool import MambaPool
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
     from sgl_kvpool.srt.host.states import StateView
     from sgl_kvpool.transfer import gpu_engine
 
-    args = resolve(
-        checkpoints[model], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache",
-        "--disable-overlap-schedule",
-    )  # fmt: skip
-    model_config = overrides.model_config_of(args)
-    config = mambaish_config(model_config)
-    params = config.mamba2_cache_params
+    request = on_a_gpu(model, "fp4", TIER, stage=stage)
+    params = request.configurator.mambaish_config.mamba2_cache_params
     layers = [layer for layer in range(*stage) if layer not in MLA_LAYERS]
     pool = MambaPool(size=2, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
     view = StateView.of([pool])
@@ -231,48 +207,29 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
 
     charged = []
     monkeypatch.setattr(gpu_engine, "staged_state_bytes", lambda *sizes: charged.append(sizes) or sizes[0])
-    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
-    kvc = SimpleNamespace(
-        server_args=args, model_config=model_config, is_draft_worker=False, mambaish_config=config,
-        layer_info=SimpleNamespace(
-            start_layer=stage[0], end_layer=stage[1], num_effective_layers=stage[1] - stage[0]
-        ),
-        spec_aux_config=None, spec_algorithm=SpeculativeAlgorithm.NONE,
-    )  # fmt: skip
-    page_bytes = overrides.resolving_view(args).page_size * 416
+    page_bytes = request.view.page_size * 416
     rows = 8 * 16 * page_bytes * len([layer for layer in MLA_LAYERS if layer in range(*stage)])
     states = gpu_engine.buffer_bytes(view.group.bytes_per_page)
-    assert page_buffer_bytes(PoolRequest(kvc)) == rows + states
+    assert page_buffer_bytes(request) == rows + states
     assert charged == [(view.group.bytes_per_page, view.largest_part_bytes)]
 
 
 @pytest.mark.parametrize("draft_tokens", [None, 4])
-def test_workspaces_of_attention_on_a_gpu_are_charged(
-    configurator, resolve, checkpoints, monkeypatch, draft_tokens
-):
+def test_workspaces_of_attention_on_a_gpu_are_charged(on_a_gpu, monkeypatch, draft_tokens):
     """65536 decoded bf16 rows for prefill, and the partial results of splits in decode, at any batch size."""
     from sglang.srt import runtime_context
-    from sglang.srt.arg_groups import overrides
 
     from sgl_kvpool.attention.decode import workspace_bytes
-    from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.hooks import budget
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
-    from sgl_kvpool.srt.attention import decode_verify
 
-    args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
-    config = overrides.model_config_of(args)
-    kvc = SimpleNamespace(server_args=args, model_config=config)
-    fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
-    assert budget.attention_workspace_bytes(PoolRequest(kvc)) == 0  # on a CPU
-    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
+    assert budget.attention_workspace_bytes(on_a_gpu("mla3", "fp4", device="cpu")) == 0
+    request = on_a_gpu("mla3", "fp4")
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
-    monkeypatch.setattr(decode_verify, "sm_count_of", lambda device: 132)
-    found = budget.attention_workspace_bytes(PoolRequest(kvc)) - 65536 * 576 * 2
-    heads = config.num_attention_heads
+    found = budget.attention_workspace_bytes(request) - 65536 * 576 * 2
+    heads = request.model_config.num_attention_heads
     for queries in range(1, (draft_tokens or 1) + 1):
         for requests in (1, 7, 66, 67, 500):
             assert found >= workspace_bytes(
-                fmt, heads, requests * queries, 100_000, queries_per_list=queries, sm_count=132
+                request.row_format, heads, requests * queries, 100_000, queries_per_list=queries, sm_count=132
             )
     assert found <= 2 * 132 * 64 * 513 * 4  # a tile of 64 query-head rows per program, two rounds

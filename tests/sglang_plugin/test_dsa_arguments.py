@@ -19,23 +19,10 @@ def serve(serve):
 
 
 @pytest.mark.parametrize(
-    ("layout", "argv", "expected"),
-    [
-        *((layout, (), backends) for layout, backends in CHOSEN.items()),
-        ("fp8", pair("tilelang", "tilelang"), ("tilelang", "tilelang")),
-    ],
-)
-def test_choice(serve, layout, argv, expected):
-    view = serve(layout, *argv)
-    assert view.kv_cache_dtype == SHOWN[layout]
-    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == expected
-    assert view.attention_backend == "dsa"
-    assert view.page_size == 64
-
-
-@pytest.mark.parametrize(
     ("layout", "named", "argv"),
     [
+        *((layout, None, ()) for layout in CHOSEN),
+        ("fp8", ("tilelang", "tilelang"), ()),
         ("bf16", ("flashmla_sparse", "flashmla_sparse"), ()),
         ("bf16", ("flashmla_sparse_q8", "fa3"), ()),
         ("fp8_block_scale", ("flashmla_sparse", "flashmla_kv"), ()),
@@ -48,7 +35,7 @@ def test_choice(serve, layout, argv, expected):
         ("fp4", None, ("--attention-backend", "dsa")),
     ],
 )
-def test_accepted_backends_are_used(serve, layout, named, argv):
+def test_backends_that_are_chosen_or_accepted(serve, layout, named, argv):
     view = serve(layout, *(pair(*named) if named else ()), *argv)
     assert (view.dsa_prefill_backend, view.dsa_decode_backend) == (named or CHOSEN[layout])
     assert (view.attention_backend, view.kv_cache_dtype, view.page_size) == ("dsa", SHOWN[layout], 64)

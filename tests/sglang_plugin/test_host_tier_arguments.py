@@ -4,20 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 from codec_oracle import LAYOUTS, PACKED
+from pools import ARRANGEMENTS
+from test_server_args import view
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import KVPoolConfig
 from sgl_kvpool.sglang_plugin.rules import host_tier
 from sgl_kvpool.sglang_plugin.server import Server
 
-ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 HICACHE = "--enable-hierarchical-cache"
-
-
-def view(server_args):
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    return resolving_view(server_args)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -26,15 +26,6 @@ def asked(server_args):
     return layout and layout.value
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_decides_dtype_and_backend(resolve, checkpoints, layout):
-    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout)
-    assert asked(args) == layout
-    assert view(args).kv_cache_dtype == SHOWN[layout]
-    assert view(args).attention_backend == "kvpool_mla"
-    assert args.kv_cache_dtype == "auto"  # the user's value stays unchanged
-
-
 @pytest.mark.parametrize("argv", [(), ("--kv-cache-layout", "auto")])
 def test_auto_and_absent_are_sglang_as_it_is(resolve, checkpoints, argv):
     args = resolve(checkpoints["mla"], *argv)
@@ -46,14 +37,18 @@ def test_auto_and_absent_are_sglang_as_it_is(resolve, checkpoints, argv):
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
+        *((layout, "auto") for layout in LAYOUTS),
         *(("bf16", "bf16"), ("bf16", "bfloat16"), ("fp8", "fp8_e4m3"), ("fp4", "bfloat16")),
         # What SGLang is shown for a dense model, and the precision of the latent.
         *(("fp8_block_scale", "bfloat16"), ("fp8_block_scale", "fp8_e4m3")),
     ],
 )
-def test_agreeing_dtypes_pass(resolve, checkpoints, layout, dtype):
+def test_a_layout_decides_dtype_and_backend(resolve, checkpoints, layout, dtype):
     args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--kv-cache-dtype", dtype)
+    assert asked(args) == layout
     assert view(args).kv_cache_dtype == SHOWN[layout]
+    assert view(args).attention_backend == "kvpool_mla"
+    assert args.kv_cache_dtype == dtype  # the user's value stays unchanged
 
 
 @pytest.mark.parametrize(
@@ -206,15 +201,26 @@ def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeyp
         )
 
 
-def test_a_dtype_changed_on_the_way_is_noticed(resolve, checkpoints, monkeypatch):
+@pytest.mark.parametrize(
+    ("changed", "argv", "text"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, ["fp4"], "fp8_e4m3, but layout fp4 declares bfloat16"),
+        (
+            {"attention_backend": "intel_amx"},
+            ["bf16", "--kv-cache-arrangement", "token_major"],
+            "intel_amx cannot read rows of --kv-cache-arrangement token_major",
+        ),
+    ],
+)
+def test_what_changes_on_the_way_is_noticed(resolve, checkpoints, monkeypatch, changed, argv, text):
     """By a model rule or another plugin, for example; SGLang would write rows of another dtype."""
     from sglang.srt.arg_groups import overrides, resolution_hooks
 
     def meddle(server_args, previous):
         previous(server_args)
-        overrides.declare_resolution(server_args, "other plugin", kv_cache_dtype="fp8_e4m3")
+        overrides.declare_resolution(server_args, "other plugin", **changed)
 
     hooks = {**resolution_hooks._HOOKS, "handle_other_validations": [meddle]}
     monkeypatch.setattr(resolution_hooks, "_HOOKS", hooks)
-    with pytest.raises(ValueError, match=r"fp8_e4m3, but layout fp4 declares bfloat16"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    with pytest.raises(ValueError, match=text):
+        resolve(checkpoints["mla"], "--kv-cache-layout", *argv)
