@@ -46,10 +46,6 @@ SERVERS = {
     ),
     "standalone": ("deepseek_v32", "fp4", drafting("heads", "STANDALONE")),
     "sparse by itself": ("deepseek_v32", "fp4", drafting("heads", backend=None)),
-    "sparse, rows by another": (
-        "deepseek_v32", "fp4",
-        ["--speculative-algorithm", "EAGLE", "--speculative-draft-attention-backend", "fa3"],
-    ),
     "packed": ("kimi_k2", "fp4", [*drafting("mtp", "EAGLE", None), *TIER]),
     "its own MTP layer": (
         "mtp", "fp4", ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER],
@@ -133,15 +129,9 @@ def test_bytes_of_a_token(sized, name, token_bytes):
     assert found["tokens"] == rows // found["page_size"] * found["page_size"] * ranks
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sparse by itself", "LlamaForCausalLMEagle3, the draft model, does not use multi-head latent"),
-        ("sparse, rows by another", "--speculative-draft-attention-backend fa3 cannot compute the sparse"),
-    ],
-)
-def test_refused_drafts_of_sparse_targets(sized, name, message):
-    assert message in sized[name]["refused"]
+def test_a_refused_draft_of_a_sparse_target(sized):
+    message = "LlamaForCausalLMEagle3, the draft model, does not use multi-head latent"
+    assert message in sized["sparse by itself"]["refused"]
 
 
 def test_sglang_as_it_is_keeps_its_number(sized):

@@ -131,9 +131,12 @@ STOPPED = [
         "other",
         COMPARED,
         "",
-        {"SGL_KVPOOL_KV_CACHE_LAYOUT": "x"},
+        # SGLang copies SGL_X to SGLANG_X; only the name that the user wrote is reported.
+        {"SGL_KVPOOL_KV_CACHE_LAYOUT": "x", "SGLANG_KVPOOL_KV_CACHE_LAYOUT": "x"},
         "the nearest is KVPOOL_KV_CACHE_LAYOUT: set",
     ),
+    ("this", "", "", {"KVPOOL_KV_CACHE_LAYUOT": "x"}, "the nearest is KVPOOL_KV_CACHE_LAYOUT: set"),
+    ("this", "", "", {"SGLANG_KVPOOL_KV_CACHE_LAYOUT": "x"}, "the nearest is KVPOOL_KV_CACHE_LAYOUT: set"),
     ("this", RENAMED_STEP, FP4, {}, "has no handle_deprecated_dp_attention"),
     ("this", OTHER_FAILURE, FP4, {}, "the plugin failed: TypeError"),
     # SGLang swallows other exceptions of a plugin.
@@ -155,6 +158,8 @@ def test_a_process_that_cannot_serve_what_was_requested_stops(
     done = start(code, **environment, **path)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert text in done.stderr
+    assert done.stderr.count("is not a variable of sgl-kvpool") == ("nearest" in text)
+    assert "nearest" not in text or "Traceback" not in done.stderr
     if "was requested" in text:
         assert f"{text}, but SGLang 0.6.1 is not a version" in done.stderr
         assert "sglang>=0.5.23,<0.5.24" in done.stderr
