@@ -8,7 +8,6 @@ import pytest
 import torch
 from pools import (
     ARRANGEMENTS,
-    LAYERS,
     START,
     assert_holds,
     at,
@@ -32,21 +31,6 @@ def test_unpacked_rows_are_sglangs_own_tensors(layout):
     assert [(t.shape, t.dtype) for t in pool.kv_buffer] == [(t.shape, t.dtype) for t in stock.kv_buffer]
     assert pool.get_key_buffer(6).dtype == stock.get_key_buffer(6).dtype
     assert pool.get_value_buffer(6).shape == stock.get_value_buffer(6).shape
-
-
-@pytest.mark.parametrize("layout", ["bf16", "fp8"])
-def test_token_major_keys_are_strided_and_right_for_readers_that_take_strides(layout):
-    pool = device_pool(layout, "token_major")
-    nope, rope = values(2)
-    slots = torch.tensor([7, 12])
-    pool.set_mla_kv_buffer(layer(START), slots, nope, rope)
-    keys = pool.get_key_buffer(START)
-    assert tuple(keys.shape) == (20, 1, 576)
-    assert keys.stride(0) == LAYERS * 576
-    wanted = torch.cat([nope, rope], dim=-1).to(keys.dtype).view(torch.uint8)
-    assert torch.equal(keys[slots].view(torch.uint8), wanted)
-    latent = pool.get_value_buffer(START)[slots].view(torch.uint8)
-    assert torch.equal(latent, wanted[..., : latent.shape[-1]])
 
 
 @pytest.mark.parametrize("make", [device_pool, hybrid_pool])

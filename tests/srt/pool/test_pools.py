@@ -181,6 +181,9 @@ def test_b2_row_buffers_are_views_of_their_layers(kind, layout):
             views.append(case.pool.get_key_buffer(layer_id))
         if case.has_keys and layout not in PACKED:
             views += [case.pool.get_value_buffer(layer_id), *case.pool.get_kv_buffer(layer_id)]
+            for view in views[1:]:  # slots are rows, at any stride
+                some = view[slots].view(torch.uint8).squeeze(1).numpy()
+                assert np.array_equal(some, found[:, : some.shape[1]])
         assert {view.data_ptr() for view in views} == {inner.kv_buffer[place].data_ptr()}
         assert case.pool.k_scale(layer_id) == case.scales[place]
     if inner.cross_layer is not None:
