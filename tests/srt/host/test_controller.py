@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from host_tier import backup, host_bytes, slots, tier_of
-from pools import ARRANGEMENTS, GUARD, LAYERS, START, device_pool, fill, rows
+from pools import GUARD, LAYERS, START, device_pool, fill, rows
 
 
 def pages(slots_of_pages, page_size=4):
@@ -146,26 +146,6 @@ def broken(channels):
 def torch_too(channels, monkeypatch):
     for channel in channels:
         monkeypatch.setattr(channel, "_torch", Broken(channel.plan))
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_torch_carries_out_what_an_engine_could_not(controller_of, failures, caplog, arrangement):
-    pool = device_pool("fp8_block_scale", arrangement, pages=9)
-    fill(pool)
-    controller = controller_of(pool)
-    tier = tier_of(controller)
-    broken(tier._channels.to_host)
-    broken(tier._channels.to_device)
-    taken = controller.mem_pool_device_allocator.alloc(12)
-    before = [layer.copy() for layer in rows(pool)]
-    kept = controller.write(taken, node_id=1)
-    assert np.array_equal(host_bytes(tier)[pages(kept), 1], before[1][pages(taken)])
-    found = controller.load(kept, node_id=1)
-    controller.start_loading()
-    for layer in range(LAYERS):
-        assert np.array_equal(rows(pool)[layer][pages(found)], before[layer][pages(taken)])
-    assert failures() == {"backup": 1, "load": LAYERS}
-    assert "broken on purpose" in caplog.text
 
 
 def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failures, monkeypatch):

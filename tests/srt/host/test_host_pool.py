@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from codec_oracle import LAYOUTS, ROW_BYTES
+from codec_oracle import LAYOUTS, ROW_BYTES, narrower
 from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, slots, stride_bytes
 from pools import (
     ARRANGEMENTS,
@@ -21,6 +21,8 @@ from pools import (
     rows,
 )  # fmt: skip
 
+from sgl_kvpool.transfer.host_options import HostTierOptions
+
 pytestmark = pytest.mark.usefixtures("no_reserve")
 
 
@@ -34,6 +36,9 @@ POOLS = [
     # The second layer reuses the first layer's top-k, and has no index keys.
     *((dsa_pool, layout, {"rank": rank, "rope": rope, "size": 256, "skip_topk_layers": [False, True, False]})
       for layout, rank, rope in DSA_CASES),
+    # GLM-5.3-Flash: a page of 256 tokens has 64 keys; tails of requests stay on the device.
+    (dsa_pool, "bf16", {"page_size": 256, "size": 1024, "index_kpool": 4, "index_kpool_compress": True,
+                        "max_running_requests": 2}),
 ]  # fmt: skip
 
 
@@ -178,6 +183,7 @@ def test_format_tags_tell_pages_apart():
     base = {"layout": "fp8", "page_size": 4}
     others = {
         "layout": {"layout": "fp4"},
+        **{host: {"host_tier": HostTierOptions(layout=host)} for host in narrower("fp8")},
         "page size": {"page_size": 2},
         "layers": {"layers": 2},
         "as many as with a draft": {"layers": 4},

@@ -87,12 +87,16 @@ def of_another_key(path):
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"), [(cut, "page_read"), (flip, "page_checksum"), (of_another_key, "page_checksum")]
+    ("change", "of_states", "kind"),
+    [
+        *((cut, True, "page_read"), (flip, True, "page_checksum"), (of_another_key, True, "page_checksum")),
+        (flip, False, "page_checksum"),
+    ],
 )
-def test_a_damaged_state_is_a_miss_of_its_prefix(model_of, store, failures, change, kind):
+def test_a_damaged_state_or_row_is_a_miss_of_its_prefix(model_of, store, failures, change, of_states, kind):
     short, longer = prompt(8), prompt(16)
     stored(model_of("hybrid", page_size=4, store=store), short, longer)
-    change(files(store, True)[-1])
+    change(files(store, of_states)[-1])
     again = model_of("hybrid", page_size=4, store=store)
     fetch(again, longer)
     again.check(longer, 0)
@@ -101,17 +105,6 @@ def test_a_damaged_state_is_a_miss_of_its_prefix(model_of, store, failures, chan
     assert tiers == [tier.size for tier in again.tiers]
     fetch(again, short)
     again.check(longer, 8)
-
-
-def test_damaged_rows_are_a_miss_of_their_state(model_of, store, failures):
-    longer = prompt(16)
-    stored(model_of("hybrid", page_size=4, store=store), longer)
-    flip(files(store, False)[2])
-    again = model_of("hybrid", page_size=4, store=store)
-    fetch(again, longer)
-    again.check(longer, 0)
-    assert failures() == {"page_checksum": 1}
-    assert [tier.available_size() for tier in again.tiers] == [tier.size for tier in again.tiers]
 
 
 @pytest.mark.parametrize("which", ["rows", "states"])

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from codec_oracle import LAYOUTS, ROW_BYTES
+from codec_oracle import ROW_BYTES
 from direct_stores import KEYS, Operation, flipped
-from host_tier import LABELS, host_bytes, slots, stride_bytes, tier_of
-from pools import ARRANGEMENTS, GUARD, LAYERS, device_pool
+from host_tier import host_bytes, slots, stride_bytes, tier_of
+from pools import GUARD, LAYERS, device_pool
 
 PAGE_SIZE = 4
 
@@ -41,22 +41,6 @@ def get(controller, pages=(0, 5, 2, 6), keys=None):
 def files(store):
     """The file of each key."""
     return {name[:1]: Path(store, name) for name in sorted(os.listdir(store)) if name.endswith(".bin")}
-
-
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_restarted_server_finds_its_pages(controller_of, store, layout, label):
-    """Pages do not depend on the arrangement."""
-    wanted = filled(first := controller_of(device_pool(layout, pages=9), label, store))
-    assert put(first)
-    for arrangement in ARRANGEMENTS:
-        again = controller_of(device_pool(layout, arrangement, pages=9), label, store)
-        assert again.storage_backend.batch_exists(KEYS) == 4
-        hits, found = get(again)
-        expected = np.full_like(found, GUARD)
-        expected[[0, 5, 2, 6]] = wanted[[3, 1, 4, 0]]
-        assert hits == 4
-        assert np.array_equal(found, expected)
 
 
 def test_a_store_that_the_server_loads_by_its_class(controller_of, store):
@@ -210,23 +194,6 @@ def test_a_full_disk(controller_of, store, failures):
     assert get(controller)[0] == 4
 
 
-def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failures):
-    """SGLang's backup thread stops there, and goes on with later operations."""
-    controller = controller_of(device_pool("fp4", pages=9), store=store)
-    wanted = filled(controller)
-    tier_of(controller)._lost.set(1, True)
-    controller.write_storage(slots([0, 3, 1, 2], PAGE_SIZE), list(range(16)), hash_value=KEYS)
-    assert controller.ack_backup_queue.get(timeout=20).completed_tokens == 0
-    assert failures() == {"page_write": 1}
-    assert list(files(store)) == ["0", "1"]
-    controller.write_storage(slots([7, 5], PAGE_SIZE), list(range(8)), hash_value=KEYS[2:])
-    assert controller.ack_backup_queue.get(timeout=20).completed_tokens == 8
-    assert failures() == {"page_write": 1}
-    hits, found = get(controller)
-    assert hits == 4
-    assert np.array_equal(found[[0, 5, 2, 6]], wanted[[0, 3, 7, 5]])
-
-
 # ------------------------------------------------------------------ names of files
 
 
@@ -255,12 +222,3 @@ def test_names_that_are_too_long_are_refused_at_start(controller_of, store, monk
             groups.setattr("sglang.srt.runtime_context.get_parallel", lambda sizes=sizes: sizes)
             with pytest.raises(ValueError, match="names of 256 bytes"):
                 other.attach_storage_backend(backend, model_name="m" * (most + beyond))
-
-
-def test_the_key_says_what_the_bytes_are(controller_of, store):
-    controller = controller_of(device_pool("fp8_block_scale", pages=9), store=store, model_name="a/b")
-    filled(controller)
-    put(controller, [0])
-    (name,) = os.listdir(store)
-    pattern = r"0{64}_a-b-fp8_block_scale-r512-p64-b656-v1-host_fp8_block_scale-l5\.3\.0-t4-s2\.bin"
-    assert re.fullmatch(pattern, name)
