@@ -1,7 +1,7 @@
 """Resolves every published command of recipes.json without a layout and with each, as on its GPU.
 
 `python tests/recipes/resolve_recipes.py [--write]` prints one JSON line per command: by layout ("stock"
-without one) why it is refused as published, and without the arguments that name backends or a dtype; null if
+without one, and `SPREAD`) why it is refused as published, and without the arguments that name backends or a dtype; null if
 it is accepted. `--write` puts the table of the results into docs/compatibility.md.
 """
 
@@ -42,9 +42,8 @@ FAMILIES = {
     "Mistral-Large-3, Small-4": ("mistral_large3", "mistral_small4"),
     "MiniCPM3": ("minicpm3",),
 }
-#: Published commands with drafts of dense models, which are also resolved with these arguments.
-DRAFTS = ("v3-mtp-defaults", "v3-adaptive-spec", "k25-eagle3", "k26-h20-3e-eagle")
-SPREAD = ("--dcp-size", "8", "--kv-cache-layout", "fp4")
+#: A layout, and the argument that all of a machine's ranks share a prefix pool.
+SPREAD = "fp4 --dcp-size 8"
 PAGE = HERE.parents[1] / "docs" / "compatibility.md"
 
 
@@ -128,15 +127,13 @@ def main() -> None:
         for recipe in published():
             child._describe(Machine(recipe["gpu_gib"], 16, 3.0, 0.0))
             found = {}
-            for layout in (None, *MLAKVCacheLayout):
-                added = [] if layout is None else ["--kv-cache-layout", layout.value]
+            for layout in (None, *MLAKVCacheLayout, SPREAD):
+                added = [] if layout is None else ["--kv-cache-layout", *layout.split()]
                 words = recipe["arguments"]
                 forms = tuple(words), tuple(without_named(words))  # equal for most commands
                 said = {form: refusal(recipe["model"], [*form, *added]) for form in dict.fromkeys(forms)}
                 found[layout or "stock"] = [said[form] for form in forms]
             results.append({"id": recipe["id"], "refused": found})
-            if recipe["id"] in DRAFTS:
-                results[-1]["spread"] = refusal(recipe["model"], [*recipe["arguments"], *SPREAD])
             print(json.dumps(results[-1]), file=pipe, flush=True)
     if "--write" in sys.argv:
         from scripts.kit.outputs import updated
