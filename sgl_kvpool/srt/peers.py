@@ -38,9 +38,11 @@ MARK = "+kvpool:"
 POOLS: WeakSet = WeakSet()
 
 
-def ranks_name(sizes: Any) -> str:
-    """Which ranks share the rows of a sequence; `sizes` are SGLang's parallel context or a KV manager."""
-    return f"--dcp-size {sizes.dcp_size} of {sizes.attn_tp_size} attention ranks"
+def ranks_name(sizes: Any, args: Any) -> str:
+    """Which ranks share the rows of a sequence, and whether a draft's follow: `sizes` are SGLang's parallel
+    context or a KV manager, `args` its KVArgs."""
+    draft = " with a draft" if args.num_draft_entries else ""
+    return f"--dcp-size {sizes.dcp_size} of {sizes.attn_tp_size} attention ranks{draft}"
 
 
 def rows_name(pools: list[Any], has_draft: bool = False) -> str:
@@ -124,11 +126,12 @@ def check_peer(manager: Any, where: str, answer: dict[str, Any]) -> None:
         )
     if info.page_size not in (None, manager.kv_args.page_size):
         return  # SGLang's error comes first
-    if manager.kv_layout is None and info.kv_layout not in (None, ranks_name(manager)):
+    own = ranks_name(manager, manager.kv_args)
+    if manager.kv_layout is None and info.kv_layout not in (None, own):
         raise PeerMismatch(
             f"{where} shares rows over {short(str(info.kv_layout))}, and this decode server over "
-            f"{ranks_name(manager)}: SGLang sends to other ranks only what one rank has. Start the prefill "
-            "server without --dcp-size, or both with the same ranks."
+            f"{own}: SGLang sends to other ranks only what one rank has. Start the prefill "
+            "server without --dcp-size, or both with the same ranks and draft."
         )
 
 

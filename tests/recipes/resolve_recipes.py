@@ -1,8 +1,8 @@
 """Resolves every published command of recipes.json without a layout and with each, as on its GPU.
 
 `python tests/recipes/resolve_recipes.py [--write]` prints one JSON line per command: by layout ("stock"
-without one, and `SPREAD`) why it is refused as published, and without the arguments that name backends or a dtype; null if
-it is accepted. `--write` puts the table of the results into docs/compatibility.md.
+without one, and `SPREAD`) why it is refused as published, and without the arguments that name backends or a
+dtype; null if it is accepted. `--write` puts the table of the results into docs/compatibility.md.
 """
 
 import importlib

@@ -126,6 +126,11 @@ DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
             ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--enable-hierarchical-cache"],
             None,
         ),
+        (
+            "mtp1",
+            ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--disaggregation-mode", "decode"],
+            "stores and transfers of such a draft have not been tested",
+        ),
         ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
         ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),
         ("k3", [], "KimiK3ForConditionalGeneration: .*CuteDSL's kernel for Blackwell alone"),

@@ -67,8 +67,17 @@ def test_other_ranks_are_refused_and_named(manager_of, bootstrap, layout, prefil
             f"the prefill server at {bootstrap} shares rows over --dcp-size {dcp} of {tp} attention ranks, "
             f"and this decode server over --dcp-size {our_dcp} of {our_tp} attention ranks: SGLang sends to "
             "other ranks only what one rank has. Start the prefill server without --dcp-size, or both with "
-            "the same ranks."
+            "the same ranks and draft."
         )
+
+
+def test_a_draft_of_the_prefill_server_alone_is_refused(manager_of, bootstrap):
+    """`bf16` has no mark that would tell; SGLang would write the draft's rows over the last layer's."""
+    sizes = {"tp_size": 2, "dcp_size": 2}
+    for rank in range(2):
+        manager_of("prefill", pool_of("bf16"), draft=pool_of("bf16", layers=1), rank=rank, **sizes)
+    with pytest.raises(RuntimeError, match="of 2 attention ranks with a draft, .* of 2 attention ranks: "):
+        manager_of("decode", pool_of("bf16"), **sizes).try_ensure_parallel_info(bootstrap)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
         args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
     if get_parallel().dcp_size > 1:
         # SGLang's checksums of pages have it too: those of a rank are not compared with those of all rows.
-        args.kv_layout = ranks_name(get_parallel())
+        args.kv_layout = ranks_name(get_parallel(), args)
     original(self, args, disaggregation_mode, server_args, *more, **named)
     if disaggregation_mode.value == "decode":
         self.kv_layout = None  # compared in `peers.check_peer`; SGLang's error would name other arguments
