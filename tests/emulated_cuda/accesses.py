@@ -12,12 +12,12 @@ from emulated_cuda import graphs, libraries, order, shadows
 from emulated_cuda.memory import ALLOCATOR, MemoryFault, extent_bytes
 from emulated_cuda.tensors import unwrap
 
-#: Operators that read or write the rows of their first argument that an index names -> where the index is.
-_ROWS: dict[str, Callable[[Any], Any]] = {
+#: Operators that read or write what an index names of their first argument -> indices, by dimension.
+_INDICES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("index", "index_put_", "_index_put_impl_", "index_put"), lambda args: args[1]),
     **dict.fromkeys(
         ("index_select", "index_copy_", "index_add_", "index_fill_"),
-        lambda args: [args[2]] if args[1] == 0 else None,
+        lambda args: [None] * (args[1] % args[0].dim()) + [args[2]],
     ),
 }
 
@@ -56,17 +56,20 @@ def _touch_registered(tensor: torch.Tensor, stream: Any, epoch: int, *, write: b
             shadows.access_bytes(block.shadow, start, size, stream, epoch, write=write)
 
 
-def row_index(name: str, args: Any) -> Any:
-    """Row numbers, numpy, if an operator touches only these rows of its first argument."""
-    find = _ROWS.get(name)
-    indices = find(args) if find else None
-    if not indices or indices[0] is None or any(i is not None for i in indices[1:]):
-        return None
-    index = unwrap(indices[0])
+def indexed(name: str, args: Any) -> tuple[torch.Tensor, Any]:
+    """An operator's first argument, and row numbers, numpy, if it touches only these.
+
+    Rows are along the indexed dimension, which comes first: slots of states are behind layers.
+    """
+    find = _INDICES.get(name)
+    given = [(dim, i) for dim, i in enumerate(find(args)) if i is not None] if find else []
+    if len(given) != 1:
+        return args[0], None
+    dim, index = given[0][0], unwrap(given[0][1])
     if index.dtype in (torch.bool, torch.uint8):
-        return None
+        return args[0], None
     rows = index.reshape(-1).numpy()
-    return rows + (rows < 0) * args[0].shape[0]
+    return args[0].movedim(dim, 0), rows + (rows < 0) * args[0].shape[dim]
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:

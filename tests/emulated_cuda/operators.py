@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from emulated_cuda import errors, graphs, libraries, order
-from emulated_cuda.accesses import row_index, touch, writes_only, written
+from emulated_cuda.accesses import indexed, touch, writes_only, written
 from emulated_cuda.memory import ALLOCATOR
 from emulated_cuda.tensors import CudaTensor, unwrap
 
@@ -149,8 +149,8 @@ def _carry_out(func: Any, call: Any, name: str, args: Any, kwargs: Any, where: s
     reads = not name.startswith(("new_", "empty")) and not name.endswith("_like")  # shapes alone
     for x in tree_flatten((args, kwargs))[0]:
         if isinstance(x, torch.Tensor) and (reads or id(x) in changed):
-            rows = row_index(name, args) if x is args[0] else None
-            touch(x, stream, epoch, write=id(x) in changed, rows=rows)
+            part, rows = indexed(name, args) if x is args[0] else (x, None)
+            touch(part, stream, epoch, write=id(x) in changed, rows=rows)
     if call is func:
         return call(*args, **kwargs), epoch
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]

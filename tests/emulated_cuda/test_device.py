@@ -80,18 +80,24 @@ def test_a_number_is_copied_without_a_wait():
     assert x.item() == 0.5
 
 
-def test_rows_of_index_operators_are_told_apart(stream):
-    """A pool is one storage that two streams use at once: only the rows of an index are touched."""
-    x = torch.zeros(4096, 416, dtype=torch.uint8, device="cuda")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_of_index_operators_are_told_apart(stream, dim):
+    """A pool is one storage that two streams use at once: only the rows of an index are touched.
+
+    Slots of rows come first, those of states behind layers.
+    """
+    before = (slice(None),) * dim
+    x = torch.zeros(*(3,) * dim, 4096, 416, dtype=torch.uint8, device="cuda")
     mine, other = (torch.tensor(rows, device="cuda") for rows in ([1, 5, 900], [2, 6, 901]))
-    values = torch.ones(3, 416, dtype=torch.uint8, device="cuda")
+    values = torch.ones(*(3,) * dim, 3, 416, dtype=torch.uint8, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        x.index_copy_(0, mine, values)
-    x[other] = values
-    x[other].clone()
+        x.index_copy_(dim, mine, values)
+    x[*before, other] = values
+    x.index_fill_(dim, other, 0)
+    x[*before, other].clone()
     with pytest.raises(OrderFault):
-        x[mine].clone()
+        x[*before, mine].clone()
     torch.cuda.synchronize()
 
 
