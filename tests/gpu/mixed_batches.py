@@ -5,6 +5,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
+from sgl_kvpool.commands.processes.local_server import ServerFailed
+
 
 def serve(server, log, running, many, prompts, parameters):
     """Answers to prompts that arrive while others decode (None if the server ended), and the log meanwhile.
@@ -28,7 +30,7 @@ def serve(server, log, running, many, prompts, parameters):
                 asked.append(threads.submit(server.generate, input_ids=ids, sampling_params=parameters))
                 time.sleep(0.1)
         return [one.result() for one in asked], said()
-    except (OSError, HTTPException):
+    except (ServerFailed, OSError, HTTPException):
         time.sleep(2)  # the reason is logged after the connection is gone
         return None, said()
 
