@@ -39,8 +39,7 @@ POOLS: WeakSet = WeakSet()
 
 
 def ranks_name(sizes: Any, args: Any) -> str:
-    """Which ranks share the rows of a sequence, and whether a draft's follow: `sizes` are SGLang's parallel
-    context or a KV manager, `args` its KVArgs."""
+    """Ranks that share the rows of a sequence, of SGLang's parallel context or a KV manager, and a draft."""
     draft = " with a draft" if args.num_draft_entries else ""
     return f"--dcp-size {sizes.dcp_size} of {sizes.attn_tp_size} attention ranks{draft}"
 

@@ -129,7 +129,7 @@ DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
         (
             "mtp1",
             ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--disaggregation-mode", "decode"],
-            "stores and transfers of such a draft have not been tested",
+            "stores and transfers of its draft are untested",
         ),
         ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
         ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),

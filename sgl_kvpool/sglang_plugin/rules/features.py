@@ -232,9 +232,6 @@ def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
     )
     # Ranks divide the heads of a draft without MLA, which SGLang's transfers and stores take to be equal.
     moved = server.disaggregates or view.hicache_storage_backend is not None
-    yield (
-        drafts and moved and server.has_own_draft,
-        "stores and transfers of such a draft have not been tested there",
-    )
+    yield drafts and moved and server.has_own_draft, "stores and transfers of its draft are untested there"
     stock = drafts and tier and not server.has_our_tier
     yield stock, "SGLang's host pool, without --kv-host-engine, divides a draft's rows among ranks"
