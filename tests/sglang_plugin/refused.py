@@ -177,8 +177,6 @@ kda cuda fp4 DCP --disaggregation-mode decode
   --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: moving its states .*; leave it out
 lightning cuda fp4 DCP
   --dcp-size 2 does not .* fp4 and BailingMoeV2_5ForCausalLM: SGLang does not gather the rows .*; leave it out
-mla cuda fp4 DCP --speculative-algorithm DSPARK --speculative-num-draft-tokens 4
-  --dcp-size 2 .* fp4 and --speculative-algorithm DSPARK: pools of other drafts .*; leave out one of them$
 mla cuda fp4 DCP --json-model-override-args SCALED
   --dcp-size 2 .*it does not merge results of ranks; leave it out
 mla cuda fp4 DCP TIER --hicache-storage-backend nixl

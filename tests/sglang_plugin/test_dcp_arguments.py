@@ -132,6 +132,7 @@ DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
             "stores and transfers of its draft are untested",
         ),
         ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
+        ("mla", ["DSPARK", *STEPS[-2:]], "and --speculative-algorithm DSPARK: pools of other drafts"),
         ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),
         ("k3", [], "KimiK3ForConditionalGeneration: .*CuteDSL's kernel for Blackwell alone"),
     ],
