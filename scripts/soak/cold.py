@@ -6,7 +6,6 @@ from typing import Any
 
 from scripts.soak.clients import Outcome
 from scripts.soak.prompts import Prompt
-from sgl_kvpool.commands.evaluate.measure import ask
 from sgl_kvpool.commands.processes.server import Server
 
 
@@ -25,8 +24,13 @@ class ColdRun:
     def run(self, longest: dict[int, int]) -> None:
         """Generate greedily for prompts; `longest` has the number of tokens by prompt number."""
         for number, new_tokens in sorted(longest.items()):
-            answer = ask(self.server, self.prompts[number].token_ids, new_tokens)
-            self.greedy[number] = list(zip(answer["ids"], answer["logprobs"], strict=True))
+            answer = self.server.generate(
+                input_ids=self.prompts[number].token_ids,
+                sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+                return_logprob=True,
+            )
+            scored = answer["meta_info"]["output_token_logprobs"]
+            self.greedy[number] = [(token, value) for value, token, _ in scored]
 
     def scored(self, number: int, token_ids: Sequence[int]) -> list[tuple[float, float]]:
         """For every token of an output: its log-probability and that of the best token at its position."""
