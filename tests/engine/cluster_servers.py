@@ -192,8 +192,8 @@ def interrupted(number):
             )
         try:
             until(
-                lambda: "asking" in printed.read_text() or process.poll() is not None,
-                "servers that answer",
+                lambda: list(folder.rglob("router-fp4.log")) or process.poll() is not None,
+                "servers that answer, for which a router starts",
                 300,
             )
             assert process.poll() is None, printed.read_text()
