@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from emulated_cuda.byte_engine import Printed
-from emulated_cuda.model_engine import COMMON, allow_short_lists, tokens
+from emulated_cuda.model_engine import COMMON, allow_short_lists, keep_no_host_memory, tokens
 
 #: Prompts that share all but their end, from which they are continued; all are longer than a top-k list.
 SHARED, OWN, PROMPTS = 2560, 128, 3
@@ -96,9 +96,8 @@ def install(flag):
     """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.pool_host import base
 
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # other tests may have taken what SGLang keeps free
+    keep_no_host_memory()
     run_batch, receive = Scheduler.run_batch, Scheduler.process_input_requests
 
     def own_flag():

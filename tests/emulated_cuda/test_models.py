@@ -82,6 +82,12 @@ K_SCALES = (0.0127, 0.0413, 0.0231)
 #: Of the long prompts of test_sparse_mtp.py.
 SPARSE_OPTIONS = {"context_length": 8192, "max_total_tokens": 12288, "chunked_prefill_size": 256}
 RANKS = {"tp_size": 2, "dcp_size": 2, "max_total_tokens": 512}
+#: The pool has room for all prompts, and is filled by two of `LONGEST`.
+TIERED = {
+    **RANKS, "max_mamba_cache_size": 64, "enable_hierarchical_cache": True, "hicache_ratio": 4,
+    "hicache_write_policy": "write_through",
+}  # fmt: skip
+LONGEST = 600
 MODELS = {
     "v3-fp4": Model("deepseek_v3", "fp4"),
     "v3-bf16": Model("deepseek_v3", "bf16", BY_US),
@@ -93,7 +99,7 @@ MODELS = {
     "glm5-fp4": Model("glm5", "fp4", {}, {"index_topk": 256}),
     "glm5-fp8_block_scale-ranks": Model("glm5", "fp8_block_scale", RANKS, {"index_topk": 256}),
     "kimi-fp4": Model("kimi_linear", "fp4", {"max_mamba_cache_size": 64}),
-    "kimi-fp4-ranks": Model("kimi_linear", "fp4", {"max_mamba_cache_size": 64, "tp_size": 2, "dcp_size": 2}),
+    "kimi-fp4-ranks": Model("kimi_linear", "fp4", TIERED),
 }
 QUICK = ("v3-fp4", "v32-fp4")
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.quick] if name in QUICK else []) for name in MODELS]
@@ -144,8 +150,11 @@ def answers(ask, checkpoint):
             model = MODELS[name]
             questions = [(str(number), ids, NEW, first) for number, (ids, first) in enumerate(model.prompts)]
             questions.append(("batch", [ids for ids, _ in model.prompts], NEW, -1))
+            if model.options is TIERED:
+                questions += [(f"other {seed}", tokens(seed, LONGEST), 1, -1) for seed in (20, 21)]
+                questions.append(("host hit", *questions[2][1:]))
             found[name] = ask(model, checkpoint(model.shape, **model.written), questions)
-            found[name]["one"] = [found[name][question[0]] for question in questions[:-1]]
+            found[name]["one"] = [found[name][str(number)] for number in range(len(model.prompts))]
         return found[name]
 
     return get
@@ -276,3 +285,12 @@ def test_tokens_of_graphs_prefixes_and_batches(name, answers, distances):
     for batch in model.graphs:
         assert re.search(f"{batch} batch.*cuda graph: True", found["log"])
     assert "self-check passed" in found["log"]
+
+
+def test_a_host_hit_says_what_a_device_hit_says(answers):
+    """Rows of both ranks, and their states, come back from the host."""
+    found = answers("kimi-fp4-ranks")
+    device, host = found["one"][2], found["host hit"]
+    assert host["meta_info"]["cached_tokens_details"] == {"device": 0, "host": CHUNK}
+    assert host["output_ids"] == device["output_ids"]
+    assert likeliest(host, "output") == likeliest(device, "output")

@@ -168,7 +168,9 @@ dsa cuda fp4 DCP EAGLE --enable-multi-layer-eagle
 dsa cuda fp4 DCP --enable-two-batch-overlap --moe-a2a-backend deepep
   --dcp-size 2 does not work with --kv-cache-layout fp4 and --enable-two-batch-overlap: .*; leave out one of
 kda cuda bf16 DCP TIER
-  --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: moving its states .*; leave it out
+  --dcp-size 2 does not .* bf16 and KimiLinearForCausalLM: SGLang's host pool, without .*; leave it out
+kda cuda fp4 DCP TIER --hicache-storage-backend file
+  --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: moving its states .*; leave it out
 kda cuda fp4 DCP --disable-overlap-schedule
   --dcp-size 2 does not .* fp4 and KimiLinearForCausalLM: .* pages of one token, .*; leave it out
 kda cuda fp4 DCP --pp-size 2
