@@ -10,12 +10,9 @@ from emulated_cuda.model_operators import normed
 
 def _eh_norm(embeds, hidden, e_weight, h_weight, out, eps) -> None:
     """Both inputs of a draft's first projection, side by side."""
-    for tensor in (embeds, hidden, e_weight, h_weight, out):
-        assert tensor.stride(-1) == 1
-    assert embeds.is_contiguous()
-    assert hidden.is_contiguous()
-    assert embeds.shape == hidden.shape
-    assert out.shape[1] == 2 * embeds.shape[1]
+    assert {tensor.stride(-1) for tensor in (embeds, hidden, e_weight, h_weight, out)} == {1}
+    assert (embeds.is_contiguous(), hidden.is_contiguous()) == (True, True)
+    assert (embeds.shape, 2 * embeds.shape[1]) == (hidden.shape, out.shape[1])
     out.copy_(torch.cat([normed(embeds, e_weight, eps), normed(hidden, h_weight, eps)], -1))
 
 
@@ -24,9 +21,7 @@ def _build_tree(
 ) -> None:  # fmt: skip
     """Positions, links and the mask of `count` drafted tokens per request, of which 0 is the verified one."""
     tensors = [parents, selected, lengths, mask, positions, index, next_token, sibling]
-    for tensor in tensors[:3] + tensors[4:]:
-        assert tensor.dtype == torch.int64
-        assert tensor.is_contiguous()
+    assert {(x.dtype, x.is_contiguous()) for x in tensors[:3] + tensors[4:]} == {(torch.int64, True)}
     assert mode in (0, 1)  # the mask has columns for a request's tokens before the drafts, or not
     assert positions.numel() == index.numel()
 
@@ -64,9 +59,7 @@ def _build_tree(
 def _verify_greedy(predicts, accepted, counts, candidates, index, next_token, sibling, target) -> None:
     """Follow drafted tokens as long as each is the target's choice; -1 ends a list of links."""
     tensors = [predicts, accepted, counts, candidates, index, next_token, sibling, target]
-    for tensor in tensors[3:]:
-        assert tensor.dtype == torch.int64
-        assert tensor.shape == candidates.shape
+    assert {(tensor.dtype, tensor.shape) for tensor in tensors[3:]} == {(torch.int64, candidates.shape)}
     assert predicts.dtype == accepted.dtype == counts.dtype == torch.int32
     assert predicts.shape == (candidates.numel(),)
 

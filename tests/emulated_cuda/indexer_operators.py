@@ -11,7 +11,7 @@ import torch
 
 from emulated_cuda import launches
 
-_KEY, _ROPE, _SCALE_BYTES = 128, 64, 4
+_PAGE, _KEY, _ROPE, _SCALE_BYTES = 64, 128, 64, 4
 _KEY_BYTES = _KEY + _SCALE_BYTES
 #: Queries that are scored at a time.
 _QUERIES = 64
@@ -34,10 +34,7 @@ def _to_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _normed_key(x, weight, bias, cos_sin, positions, eps) -> torch.Tensor:
-    assert x.dim() == 2
-    assert x.shape[1] == _KEY
-    assert x.stride(1) == 1
-    assert x.dtype == torch.bfloat16
+    assert (x.dtype, x.dim(), x.shape[-1], x.stride(-1)) == (torch.bfloat16, 2, _KEY, 1)
     assert weight.dtype == bias.dtype == cos_sin.dtype == torch.float32
     assert cos_sin.shape[1] == _ROPE
     values = torch.nn.functional.layer_norm(x.float(), (_KEY,), weight, bias, eps)
@@ -48,32 +45,24 @@ def _key(x, out, weight, bias, cos_sin, positions, eps) -> None:
     out.copy_(_normed_key(x, weight, bias, cos_sin, positions, eps))
 
 
-def _key_and_store(page_size: int) -> Callable[..., None]:
-    def store(x, cache, slots, weight, bias, cos_sin, positions, eps):
-        assert cache.is_contiguous()
-        assert cache.dtype == torch.uint8
-        assert slots.dtype == torch.int64
-        assert cache.numel() % (_KEY_BYTES * page_size) == 0
+def _key_and_store(x, cache, slots, weight, bias, cos_sin, positions, eps) -> None:
+    assert (cache.dtype, cache.is_contiguous(), slots.dtype) == (torch.uint8, True, torch.int64)
+    assert cache.numel() % (_KEY_BYTES * _PAGE) == 0
 
-        def run(x, cache, slots, weight, bias, cos_sin, positions):
-            values, scale = _to_e4m3(_normed_key(x, weight, bias, cos_sin, positions, eps).float())
-            pages = cache.view(-1, _KEY_BYTES * page_size)
-            keys = pages[:, : _KEY * page_size].unflatten(1, (page_size, _KEY))
-            scales = pages[:, _KEY * page_size :].unflatten(1, (page_size, _SCALE_BYTES))
-            keys[slots // page_size, slots % page_size] = values.view(torch.uint8)
-            scales[slots // page_size, slots % page_size] = scale.contiguous().view(torch.uint8)
+    def run(x, cache, slots, weight, bias, cos_sin, positions):
+        values, scale = _to_e4m3(_normed_key(x, weight, bias, cos_sin, positions, eps).float())
+        pages = cache.view(-1, _KEY_BYTES * _PAGE)
+        keys = pages[:, : _KEY * _PAGE].unflatten(1, (_PAGE, _KEY))
+        scales = pages[:, _KEY * _PAGE :].unflatten(1, (_PAGE, _SCALE_BYTES))
+        keys[slots // _PAGE, slots % _PAGE] = values.view(torch.uint8)
+        scales[slots // _PAGE, slots % _PAGE] = scale.contiguous().view(torch.uint8)
 
-        launches.launch("index keys", run, [x, cache, slots, weight, bias, cos_sin, positions], writes=[1])
-
-    return store
+    launches.launch("index keys", run, [x, cache, slots, weight, bias, cos_sin, positions], writes=[1])
 
 
 def _query(q, out, weight, weights_out, factor, cos_sin, positions) -> None:
-    assert q.dim() == 3
-    assert q.shape[2] == _KEY
-    assert q.is_contiguous()
-    assert q.dtype == weight.dtype == torch.bfloat16
-    assert weights_out.dtype == torch.float32
+    assert (q.dim(), q.shape[-1], q.is_contiguous()) == (3, _KEY, True)
+    assert (q.dtype, weight.dtype, weights_out.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     values, scale = _to_e4m3(_rotated(q.float(), cos_sin, positions).bfloat16().float())
     out.copy_(values)
     weights_out.copy_((weight.float() * factor)[..., None] * scale)
@@ -90,10 +79,8 @@ def _mqa_logits(q, keys, scales, weights, starts, ends, clean=False, longest=0) 
     assert weights.dtype == scales.dtype == torch.float32
     assert starts.dtype == ends.dtype == torch.int32
     assert q.shape[1] in (32, 64)
-    assert not clean
-    assert not longest
     assert len(q) == len(weights) == len(starts) == len(ends)
-    assert keys.is_contiguous()
+    assert (keys.is_contiguous(), bool(clean), bool(longest)) == (True, False, False)
     width = -(-len(keys) // 256) * 256
     out = torch.full((len(q), width), math.nan)
     for first in range(0, len(q), _QUERIES):
@@ -107,16 +94,12 @@ def _mqa_logits(q, keys, scales, weights, starts, ends, clean=False, longest=0) 
 def _paged_mqa_logits(
     q, cache, weights, lengths, pages, schedule, longest, clean=False, indices=None
 ) -> torch.Tensor:  # fmt: skip
-    assert q.dtype == torch.float8_e4m3fn
-    assert weights.dtype == torch.float32
+    assert (q.dtype, weights.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert lengths.dtype == pages.dtype == torch.int32
-    assert cache.shape[1:] == (64, 1, _KEY_BYTES)
-    assert indices is None
-    assert not clean
+    assert (cache.shape[1:], indices, bool(clean)) == ((_PAGE, 1, _KEY_BYTES), None, False)
     batch, nexts = q.shape[:2]
     assert nexts in (1, 2)
-    assert weights.shape == (batch * nexts, q.shape[2])
-    assert len(pages) == batch
+    assert (weights.shape, len(pages)) == ((batch * nexts, q.shape[2]), batch)
     out = torch.full((batch * nexts, -(-longest // 256) * 256), math.nan)
     flat = cache.view(torch.uint8).reshape(len(cache), -1)
     for number in range(batch * nexts):
@@ -125,9 +108,9 @@ def _paged_mqa_logits(
         length = int(own[place]) if own.numel() == nexts else int(own[0]) - nexts + 1 + place
         if length <= 0:
             continue
-        mine = flat[pages[request, : -(-length // 64)].long()]
-        keys = mine[:, : 64 * _KEY].contiguous().view(torch.float8_e4m3fn).view(-1, _KEY)[:length]
-        scales = mine[:, 64 * _KEY :].contiguous().view(torch.float32).view(-1)[:length]
+        mine = flat[pages[request, : -(-length // _PAGE)].long()]
+        keys = mine[:, : _PAGE * _KEY].contiguous().view(torch.float8_e4m3fn).view(-1, _KEY)[:length]
+        scales = mine[:, _PAGE * _KEY :].contiguous().view(torch.float32).view(-1)[:length]
         out[number, :length] = (_scores(q[request, place][None], keys, weights[number][None]) * scales)[0]
     return out[:, :longest]
 
@@ -144,18 +127,14 @@ def _topk_plan(lengths: torch.Tensor, plan: torch.Tensor, threshold: int) -> Non
 
 
 def _check_lists(scores: torch.Tensor, *lists: torch.Tensor) -> None:
-    assert scores.dtype == torch.float32
-    assert scores.stride(1) == 1
-    assert scores.stride(0) % 4 == 0
-    for tensor in lists:
-        assert tensor.dtype == torch.int32
+    assert (scores.dtype, scores.stride(1), scores.stride(0) % 4) == (torch.float32, 1, 0)
+    assert {tensor.dtype for tensor in lists} == {torch.int32}
 
 
 def _topk_paged(scores, lengths, pages, out, page_size, plan, raw=None) -> None:
     """Lists of slots."""
     _check_lists(scores, lengths, out)
-    assert raw is None
-    assert len(plan) == len(scores) + 1
+    assert (raw, len(plan)) == (None, len(scores) + 1)
 
     def run(scores, lengths, pages, out, plan):
         out.fill_(-1)
@@ -184,11 +163,9 @@ def _topk_ragged(scores, lengths, starts, offsets, out) -> None:
 
 def _topk_of_requests(scores, lengths, out, slots, queries, starts=None) -> None:
     """Lists of slots, by a table with a row per request, which has the queries between two of `queries`."""
-    assert scores.dtype == torch.float32
-    assert scores.stride(1) == 1
+    assert (scores.dtype, scores.stride(1)) == (torch.float32, 1)
     assert lengths.dtype == out.dtype == slots.dtype == queries.dtype == torch.int32
-    assert len(out) == len(scores)  # sgl_kernel checks the width
-    assert out.is_contiguous()
+    assert (len(out), out.is_contiguous()) == (len(scores), True)  # sgl_kernel checks the width
     assert len(lengths) == len(scores) >= len(slots) == len(queries) - 1
     requests = torch.arange(len(scores))
     if starts is not None or len(slots) < len(scores):
@@ -212,7 +189,7 @@ WRITES = {"sgl_kernel::fast_topk_transform_fused": ("dst_page_table",)}
 #: Module of `load_jit` -> its functions, whose names say nothing.
 MODULES: dict[str, dict[str, Callable[..., None]]] = {
     "dpsk_v32_k_indexer_norm_rope": {"forward": _key},
-    "dpsk_v32_k_indexer_norm_rope_store_p64": {"forward": _key_and_store(64)},
+    "dpsk_v32_k_indexer_norm_rope_store_p64": {"forward": _key_and_store},
     "dpsk_v4_main_q_indexer_rope_first_quant": {"forward": _query},
     "main_q_indexer_rope_first_quant": {"forward": _query},
 }

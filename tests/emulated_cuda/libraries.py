@@ -40,8 +40,7 @@ from emulated_cuda.memory import ALLOCATOR
 
 
 def _merge_state_v2(v_a, s_a, v_b, s_b, v, s) -> None:
-    for tensor in (v_a, s_a, v_b, s_b, v, s):
-        assert tensor.is_contiguous(), "merge_state_v2 takes contiguous tensors"
+    assert all(tensor.is_contiguous() for tensor in (v_a, s_a, v_b, s_b, v, s))
     a, b = s_a.double(), s_b.double()
     highest = torch.maximum(a, b)
     weight_a, weight_b = (a - highest).exp(), (b - highest).exp()
@@ -56,9 +55,7 @@ _V32_BYTES, _V32_LATENT, _V32_TILE = 656, 512, 128
 
 
 def _decoding_metadata(lengths, queries_per_head_k, heads_k, heads_q, is_fp8, topk) -> list[torch.Tensor]:
-    assert lengths.dtype == torch.int32
-    assert (is_fp8, heads_k) == (True, 1)
-    assert topk % 64 == 0
+    assert (lengths.dtype, is_fp8, heads_k, topk % 64) == (torch.int32, True, 1, 0)
     return [torch.zeros(132, 8, dtype=torch.int32), torch.zeros(len(lengths) + 1, dtype=torch.int32)]
 
 
@@ -66,9 +63,8 @@ def _sparse_decode(
     q, kv, indices, topk_length, attn_sink, metadata, splits, extra_kv, extra_indices, extra_length, d_v,
     scale, kv_format=None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    assert kv.shape[1:] == (64, 1, _V32_BYTES)
+    assert (kv.shape[1:], kv.is_contiguous()) == ((64, 1, _V32_BYTES), True)
     assert kv.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
-    assert kv.is_contiguous()
     assert kv_format in (None, "V32")
     assert splits.shape == (len(q) + 1,)
     assert all(x is None for x in (topk_length, attn_sink, extra_kv, extra_indices, extra_length))
@@ -88,8 +84,7 @@ def _sparse_decode(
 def _sparse_prefill(
     q, kv, indices, scale, d_v, attn_sink=None, topk_length=None, base_2=False, with_sums=True
 ) -> list[torch.Tensor]:
-    assert attn_sink is None
-    assert kv.dtype == torch.bfloat16
+    assert (attn_sink, kv.dtype) == (None, torch.bfloat16)
     assert indices.shape[1] == kv.shape[1] == 1
     lists = indices[:, 0].clone()
     if topk_length is not None:
@@ -104,10 +99,8 @@ def _attend_to_lists(q, keys, lists, scale, d_v, together=16) -> tuple[torch.Ten
 
     `together` queries, whose lists have keys in common, are multiplied with all of their keys.
     """
-    assert q.dtype == torch.bfloat16
     assert q.shape[1:] in ((64, 576), (128, 576))
-    assert lists.dtype == torch.int32
-    assert lists.shape[1] % 64 == 0
+    assert (q.dtype, lists.dtype, lists.shape[1] % 64) == (torch.bfloat16, torch.int32, 0)
     # Heads of zeros are padding; one is computed for all of them.
     own = (q != 0).flatten(2).any(2).any(0).nonzero()[:, 0].tolist()
     padding = [head for head in range(q.shape[1]) if head not in own]
@@ -133,10 +126,8 @@ def _attend_to_lists(q, keys, lists, scale, d_v, together=16) -> tuple[torch.Ten
 
 def _paged_mqa_schedule(context_lens, block_kv, sms, indices=None) -> torch.Tensor:
     """For each multiprocessor: the request, and its part of 256 keys, with which it begins."""
-    assert context_lens.dtype == torch.int32
-    assert context_lens.is_contiguous()
-    assert block_kv == 64
-    assert indices is None
+    assert (context_lens.dtype, context_lens.is_contiguous()) == (torch.int32, True)
+    assert (block_kv, indices) == (64, None)
     lengths = context_lens.reshape(len(context_lens), -1)[:, -1]
     ends = ((lengths + 255) // 256).cumsum(0)
     parts = int(ends[-1]) if len(ends) else 0
@@ -147,11 +138,8 @@ def _paged_mqa_schedule(context_lens, block_kv, sms, indices=None) -> torch.Tens
 
 
 def _rms_norm(out, x, weight, eps, enable_pdl) -> None:
-    for tensor in (out, x, weight):
-        assert tensor.device.type == "cuda"
-        assert tensor.stride(-1) == 1
-    assert x.shape == out.shape
-    assert weight.shape == x.shape[-1:]
+    assert {(tensor.device.type, tensor.stride(-1)) for tensor in (out, x, weight)} == {("cuda", 1)}
+    assert (x.shape, weight.shape) == (out.shape, x.shape[-1:])
     values = x.float()
     scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
     out.copy_((values * scale * weight.float()).to(out.dtype))
@@ -226,9 +214,7 @@ class CompiledMla:
     def plan(
         self, float_workspace, int_workspace, pinned, qo_indptr, kv_indptr, kv_lens, heads, latent, causal
     ):
-        for tensor in (qo_indptr, kv_indptr, kv_lens):
-            assert tensor.device.type == "cpu"
-            assert tensor.dtype == torch.int32
+        assert {(x.device.type, x.dtype) for x in (qo_indptr, kv_indptr, kv_lens)} == {("cpu", torch.int32)}
         assert float_workspace.device.type == int_workspace.device.type == "cuda"
         plan = _plan(int_workspace, pinned, qo_indptr, kv_indptr[:-1], kv_lens)
         return [*plan, len(kv_lens), int(causal)]
@@ -240,12 +226,9 @@ class CompiledMla:
         from emulated_cuda import launches
 
         _, requests, causal = plan
-        for tensor in (q_nope, q_pe, ckv, kpe, kv_indices, out):
-            assert tensor.device.type == "cuda"
-        for tensor in (q_nope, q_pe, ckv, kpe):
-            assert tensor.stride(-1) == 1
-        assert page_size == 1
-        assert kv_indices.dtype == torch.int32
+        assert {x.device.type for x in (q_nope, q_pe, ckv, kpe, kv_indices, out)} == {"cuda"}
+        assert {x.stride(-1) for x in (q_nope, q_pe, ckv, kpe)} == {1}
+        assert (page_size, kv_indices.dtype) == (1, torch.int32)
 
         def attend(numbers, q_nope, q_pe, ckv, kpe, kv_indices, out):
             qo_indptr, kv_begin, kv_lens = numbers.split([requests + 1, requests, requests])
@@ -276,8 +259,7 @@ class CompiledRagged:
     ):
         from emulated_cuda import launches
 
-        for tensor in (q, k, v, qo_indptr, kv_indptr, out):
-            assert tensor.device.type == "cuda"
+        assert {tensor.device.type for tensor in (q, k, v, qo_indptr, kv_indptr, out)} == {"cuda"}
         scale, causal = more[10], mask == 1
 
         def attend(numbers, q, k, v, out, lse=None):

@@ -34,16 +34,13 @@ def _fused_a_gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     assert a.dtype == b.dtype == torch.bfloat16
     assert 1 <= len(a) <= 16
     assert a.shape[1] % 256 == b.shape[1] % 16 == 0
-    assert a.is_contiguous()
-    assert b.stride(0) == 1
+    assert (a.is_contiguous(), b.stride(0)) == (True, 1)
     return a @ b
 
 
 def _tiny_gemm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, most: int, n_split: int) -> None:
     assert len(x) <= most
-    assert x.dtype == torch.bfloat16
-    assert x.stride(-1) == 1
-    assert w.is_contiguous()
+    assert (x.dtype, x.stride(-1), w.is_contiguous()) == (torch.bfloat16, 1, True)
     out.copy_(x.float() @ w.float().T)
 
 
@@ -53,8 +50,7 @@ def _topk_deepseek(
     """Experts by biased scores, out of the groups whose best two are highest, and their unbiased weights."""
     assert scores.dtype == bias.dtype == values.dtype == torch.float32
     assert indices.dtype == torch.int32
-    for tensor in (scores, values, indices):
-        assert tensor.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (scores, values, indices))
     count, experts = scores.shape
     assert experts % groups == 0
     assert topk <= min(8, kept_groups * groups)
@@ -74,10 +70,7 @@ def _moe_align(
     ids, buckets, block, sorted_ids, expert_ids, padded_count, cumsum, pad=True, ignore=False
 ) -> None:  # fmt: skip
     """Entries of a top-k list by expert, each expert's padded to whole blocks; bucket 0 has no expert."""
-    assert ids.dtype == torch.int32
-    assert ids.is_contiguous()
-    assert pad
-    assert not ignore
+    assert (ids.dtype, ids.is_contiguous(), bool(pad), bool(ignore)) == (torch.int32, True, True, False)
     flat = ids.reshape(-1)
     sorted_ids.fill_(flat.numel())
     at = 0
@@ -91,8 +84,7 @@ def _moe_align(
 
 
 def _moe_sum_reduce(x: torch.Tensor, output: torch.Tensor, scale: float = 0) -> None:
-    assert x.dim() == 3
-    assert output.shape == (x.shape[0], x.shape[2])
+    assert (x.dim(), output.shape) == (3, (x.shape[0], x.shape[-1]))
     output.copy_(x.float().sum(1) * scale)
 
 
@@ -106,19 +98,13 @@ def fused_moe(kernel: Callable[..., None]) -> Callable[..., None]:
         given.apply_defaults()
         of = SimpleNamespace(**given.arguments)
         names = (
-            "use_fp8_w8a8",
-            "use_int8_w8a8",
-            "use_int8_w8a16",
-            "use_int4_w4a16",
-            "a_use_tma",
-            "b_use_tma",
+            *("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "a_use_tma", "b_use_tma"),
+            *("c_sorted", "fuse_sum_all_reduce", "fuse_add_to_output", "mask_output", "fuse_swiglu"),
         )
-        names += ("c_sorted", "fuse_sum_all_reduce", "fuse_add_to_output", "mask_output", "fuse_swiglu")
         if any(given.arguments[name] for name in names) or of.bias is not None:
             raise NotImplementedError(f"fused_moe_kernel with one of {', '.join(names)}, or a bias")
         assert of.A.dtype == of.B.dtype == of.C.dtype == torch.bfloat16
-        assert of.A.shape[1] == of.B.shape[2]
-        assert of.C.shape[-1] == of.B.shape[1]
+        assert (of.A.shape[1], of.C.shape[-1]) == (of.B.shape[2], of.B.shape[1])
         assert of.C.is_contiguous()
         block, entries = of.config["BLOCK_SIZE_M"], of.topk_ids.numel()
 
@@ -151,9 +137,7 @@ def _apply_rope(
     assert dim in (0, cos_sin.shape[-1])
     cos, sin = cos_sin[positions.long(), None].chunk(2, -1)
     for x in (q, k):
-        assert x.dim() == 3
-        assert x.stride(-1) == 1
-        assert x.shape[-1] == cos_sin.shape[-1]
+        assert (x.dim(), x.stride(-1), x.shape[-1]) == (3, 1, cos_sin.shape[-1])
         half = x.shape[-1] // 2
         first, second = (
             (slice(half), slice(half, None)) if is_neox else (slice(0, None, 2), slice(1, None, 2))
@@ -184,16 +168,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    assert x.dim() == 2
-    assert x.shape == out.shape
-    assert weight.shape == x.shape[-1:]
+    assert (x.dim(), x.shape, weight.shape) == (2, out.shape, x.shape[-1:])
     assert x.stride(-1) == weight.stride(-1) == out.stride(-1) == 1
     out.copy_(normed(x, weight, eps))
 
 
 def _fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    assert x.shape == residual.shape
-    assert weight.shape == x.shape[-1:]
+    assert (x.shape, weight.shape) == (residual.shape, x.shape[-1:])
     assert x.stride(-1) == residual.stride(-1) == weight.stride(-1) == 1
     total = x.float() + residual.float()
     residual.copy_(total)
@@ -208,15 +189,13 @@ def fused_add_rmsnorm_cute(x, residual, weight, eps, weight_bias=0.0, enable_pdl
 def layernorm(
     out: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, eps: float
 ) -> None:
-    assert x.dim() == 2
-    assert x.shape == out.shape
+    assert (x.dim(), x.shape) == (2, out.shape)
     assert gamma.dtype == beta.dtype == torch.float32
     out.copy_(torch.nn.functional.layer_norm(x.float(), x.shape[-1:], gamma, beta, eps))
 
 
 def _run_activation(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
-    assert name == "silu"
-    assert x.shape[-1] == 2 * out.shape[-1]
+    assert (name, x.shape[-1]) == ("silu", 2 * out.shape[-1])
     gate, up = x.float().chunk(2, -1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 

@@ -32,8 +32,7 @@ def test_tensors_of_two_devices_are_refused():
 
 
 @pytest.mark.parametrize(
-    "make",
-    [torch.tensor, torch.as_tensor, lambda x, **options: torch.full((), x, **options)],
+    "make", [torch.tensor, torch.as_tensor, lambda x, **options: torch.full((), x, **options)]
 )
 def test_values_become_tensors_of_the_default_device(make):
     with torch.device("cuda"):

@@ -170,11 +170,7 @@ def oracle(checkpoint, tmp_path_factory):
 
         def get(model, cases, chunk=CHUNK):
             written = {name: value for name, value in model.written.items() if name != "k_scales"}
-            options = {
-                "layout": model.layout,
-                "chunk": chunk,
-                "stored_from": model.stored_from,
-            }
+            options = {"layout": model.layout, "chunk": chunk, "stored_from": model.stored_from}
             options["k_scales"] = model.written.get("k_scales")
             code = "from emulated_cuda import model_oracle\n"
             folder = checkpoint(model.shape, **written)

@@ -15,11 +15,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 RANKS, LAYERS, PAGES, PAGE_SIZE = 2, 3, 9, 4
 GUARD = 0xEE
 #: Layout on the device, and on the host.
-PAIRS = [
-    *((layout.value, "same") for layout in MLAKVCacheLayout),
-    ("bf16", "fp4"),
-    ("fp8", "fp4_fp8_rope"),
-]
+PAIRS = [*((layout.value, "same") for layout in MLAKVCacheLayout), ("bf16", "fp4"), ("fp8", "fp4_fp8_rope")]
 
 
 def encoded(layout, tokens):

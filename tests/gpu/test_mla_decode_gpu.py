@@ -47,10 +47,7 @@ def check(found, case):
 
 @pytest.mark.parametrize(
     ("layout", "arrangement"),
-    quick(
-        itertools.product(oracle.LAYOUTS, ARRANGEMENTS),
-        [("bf16", "layer_major"), ("fp4", "page_major")],
-    ),
+    quick(itertools.product(oracle.LAYOUTS, ARRANGEMENTS), [("bf16", "layer_major"), ("fp4", "page_major")]),
 )
 def test_layouts_and_arrangements(layout, arrangement):
     case = make_case(layout, arrangement=arrangement, counts=VERIFY, heads=8)
