@@ -7,9 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
-from graph_runners import Model, batch_of, eager, model_runner, publish_one_rank
-from test_cuda_backend_gpu import Case
-from test_graph_runners_gpu import LENGTHS, as_eager, frozen_garbage, no_waits  # noqa: F401
+from graph_runners import Model, as_eager, batch_of, eager, model_runner, publish_one_rank
+from test_cuda_backend_gpu import Case, no_waits
+from test_graph_runners_gpu import LENGTHS, frozen_garbage  # noqa: F401
 from test_prefills_in_flight_gpu import Absorbed, Mha, MhaChunks
 
 from emulated_cuda import indexer_operators, launches, libraries

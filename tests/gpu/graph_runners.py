@@ -7,7 +7,7 @@ the attributes that the runners read of a ModelRunner are given here.
 from types import SimpleNamespace
 
 import torch
-from test_cuda_backend_gpu import DEVICE, HEADS, RANK, ROPE, SCALE
+from test_cuda_backend_gpu import DEVICE, HEADS, RANK, ROPE, SCALE, no_waits, publish_alone
 
 VOCAB = 64
 WIDTH = HEADS * RANK
@@ -19,8 +19,6 @@ def publish_one_rank(*, speculative=False, requests=(4,), prefill_tokens=(160,),
     import torch.distributed as dist
     from sglang.srt.distributed import parallel_state
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
 
     if speculative:
         more = {
@@ -34,14 +32,11 @@ def publish_one_rank(*, speculative=False, requests=(4,), prefill_tokens=(160,),
         decode=PhaseConfig(backend="full", bs=list(requests), max_bs=max(requests)),
         prefill=PhaseConfig(backend="breakable", bs=list(prefill_tokens)),
     )
-    # Collecting and freezing the garbage of a process with SGLang's modules takes a second per runner.
-    args = ServerArgs(
-        model_path="dummy", device=DEVICE, cuda_graph_config=graphs, enable_cudagraph_gc=True,
-        disable_flashinfer_autotune=True, **more,
-    )  # fmt: skip
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()  # `publish` forgets the groups of an earlier test
-    publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    # Collecting and freezing the garbage of a process with SGLang's modules takes a second per runner.
+    more |= {"enable_cudagraph_gc": True, "disable_flashinfer_autotune": True}
+    args = publish_alone(cuda_graph_config=graphs, **more)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
@@ -199,6 +194,24 @@ def eager(case, model, batch):
     for buffer, values in zip(case.pool.kv_buffer, before, strict=True):
         buffer.view(torch.uint8)[_rows(case)] = values
     return found, after
+
+
+def as_eager(case, found, wanted):
+    """Logits and attention, and every row of the pool but slot 0, bit for bit."""
+    results, rows = wanted
+    assert torch.isfinite(results.next_token_logits).all()
+    assert torch.equal(found.next_token_logits, results.next_token_logits), (
+        "logits differ from the eager run's"
+    )
+    assert torch.equal(found.hidden_states, results.hidden_states)
+    assert all(map(torch.equal, stored_rows(case), rows))
+
+
+def replayed(runner, batch, *more):
+    """What a graph gives, for whose replay the host does not wait."""
+    with no_waits():
+        assert runner.can_run_graph(batch)
+        return runner.execute(batch, *more)
 
 
 def stored_rows(case):

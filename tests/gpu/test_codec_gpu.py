@@ -1,17 +1,8 @@
 """The codec on a GPU against the torch reference on the CPU, bit for bit; needs no SGLang."""
 
+import codec_oracle as oracle
 import pytest
 import torch
-from codec_oracle import (
-    LAYOUTS,
-    assert_same_bits,
-    assert_same_bytes,
-    assert_same_values,
-    every_bf16,
-    hard_rows,
-    order_decides,
-    row_format,
-)
 
 from sgl_kvpool.codec import decode_rows, encode_rows, fake_quant, gather_parts, gather_rows, store_rows
 
@@ -25,51 +16,51 @@ def cuda(tensor):
 
 
 def same_values(found, expected):
-    assert_same_values(found.cpu(), expected)
+    oracle.assert_same_values(found.cpu(), expected)
 
 
 @pytest.mark.silicon
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_ten_million_blocks(name):
     """312512 rows of 512: 10000384 blocks of 16. Decoded to bfloat16, those of one seed to every type."""
-    fmt = row_format(name, 512, 64)
+    fmt = oracle.row_format(name, 512, 64)
     for seed in range(19):
-        nope, keys = hard_rows(16448, 512, seed), hard_rows(16448, 64, seed + 100)
+        nope, keys = oracle.hard_rows(16448, 512, seed), oracle.hard_rows(16448, 64, seed + 100)
         expected = encode_rows(nope, keys, fmt)
         rows = encode_rows(cuda(nope), cuda(keys), fmt)
-        assert_same_bytes(rows.cpu(), expected)
+        oracle.assert_same_bytes(rows.cpu(), expected)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 1 if seed else 3]:
             same_values(decode_rows(rows, fmt, dtype), decode_rows(expected, fmt, dtype))
 
 
 @pytest.mark.quick
 def test_errors_are_summed_in_the_order_of_the_rules():
-    fmt = row_format("fp4", 128, 0)
-    rows = encode_rows(cuda(order_decides()), None, fmt)
-    assert_same_bytes(rows.cpu(), encode_rows(order_decides(), None, fmt))
+    fmt = oracle.row_format("fp4", 128, 0)
+    rows = encode_rows(cuda(oracle.order_decides()), None, fmt)
+    oracle.assert_same_bytes(rows.cpu(), encode_rows(oracle.order_decides(), None, fmt))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_every_bf16_pattern(name):
-    fmt = row_format(name, 512, 0)
+    fmt = oracle.row_format(name, 512, 0)
     alone = torch.zeros(65536, 16, dtype=torch.bfloat16)
-    alone[torch.arange(65536), torch.arange(65536) % 16] = every_bf16().view(-1)
+    alone[torch.arange(65536), torch.arange(65536) % 16] = oracle.every_bf16().view(-1)
     generator = torch.Generator().manual_seed(5)
     among = torch.randn(65536, 16, generator=generator).bfloat16()
-    among[torch.arange(65536), torch.arange(65536) % 16] = every_bf16().view(-1)
-    for nope in (every_bf16(), alone.view(-1, 512), among.view(-1, 512)):
+    among[torch.arange(65536), torch.arange(65536) % 16] = oracle.every_bf16().view(-1)
+    for nope in (oracle.every_bf16(), alone.view(-1, 512), among.view(-1, 512)):
         expected = encode_rows(nope, None, fmt)
         rows = encode_rows(cuda(nope), None, fmt)
-        assert_same_bytes(rows.cpu(), expected)
+        oracle.assert_same_bytes(rows.cpu(), expected)
         same_values(decode_rows(rows, fmt), decode_rows(expected, fmt))
         if name == "bf16":  # NaN payloads too
-            assert_same_bits(decode_rows(rows, fmt).cpu(), nope)
+            oracle.assert_same_bits(decode_rows(rows, fmt).cpu(), nope)
 
 
 @pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_rows_that_no_encoder_wrote(name, rank, rope, align):
-    fmt = row_format(name, rank, rope, align)
+    fmt = oracle.row_format(name, rank, rope, align)
     rows = torch.randint(0, 256, (5003, fmt.row_bytes), dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         same_values(decode_rows(cuda(rows), fmt, dtype), decode_rows(rows, fmt, dtype))
@@ -77,19 +68,19 @@ def test_rows_that_no_encoder_wrote(name, rank, rope, align):
 
 @pytest.mark.parametrize("k_scale", [pytest.param(0.37, marks=pytest.mark.quick), 3e-38, 1e-42, 2.5e5])
 def test_k_scale(k_scale):
-    fmt = row_format("fp8", 256, 64)
-    nope, keys = hard_rows(4097, 256), hard_rows(4097, 64, 1)
+    fmt = oracle.row_format("fp8", 256, 64)
+    nope, keys = oracle.hard_rows(4097, 256), oracle.hard_rows(4097, 64, 1)
     expected = encode_rows(nope, keys, fmt, k_scale)
     rows = encode_rows(cuda(nope), cuda(keys), fmt, k_scale)
-    assert_same_bytes(rows.cpu(), expected)
+    oracle.assert_same_bytes(rows.cpu(), expected)
     for dtype in (torch.bfloat16, torch.float32):
         found = decode_rows(rows, fmt, dtype, k_scale)
         same_values(found, decode_rows(expected, fmt, dtype, k_scale))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_fake_quant(name):
-    nope, keys = hard_rows(519, 256), hard_rows(519, 64, 1)
+    nope, keys = oracle.hard_rows(519, 256), oracle.hard_rows(519, 64, 1)
     for found, expected in zip(
         fake_quant(cuda(nope), cuda(keys), name, 0.37), fake_quant(nope, keys, name, 0.37), strict=True
     ):
@@ -99,14 +90,14 @@ def test_fake_quant(name):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["dense", "layer"])
 @pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_store_and_gather(name, rank, rope, align, kind, index):
     """`layer` rows lie between those of other layers, as in a token-major pool."""
-    fmt = row_format(name, rank, rope, align)
+    fmt = oracle.row_format(name, rank, rope, align)
     tokens, slots_count = 269, 1021
     slots = torch.randperm(slots_count)[:tokens].to(index)
     slots[::7] = -1
-    wide = hard_rows(tokens, rank + rope + 48)
+    wide = oracle.hard_rows(tokens, rank + rope + 48)
     nope, keys = wide[:, 3 : rank + 3], wide[:, rank + 5 : rank + 5 + rope] if rope else None
     layers = 3 if kind == "layer" else 1
     base = torch.full((slots_count * layers * fmt.row_bytes,), FILL, dtype=torch.uint8)
@@ -120,7 +111,7 @@ def test_store_and_gather(name, rank, rope, align, kind, index):
 
     store_rows(device_pool, cuda(slots), device_nope, device_keys, fmt)
     store_rows(pool, slots, nope, keys, fmt)
-    assert_same_bytes(device_base.cpu(), base)  # what is between and around the rows too
+    oracle.assert_same_bytes(device_base.cpu(), base)  # what is between and around the rows too
 
     expected = gather_rows(pool, slots, fmt)
     same_values(gather_rows(device_pool, cuda(slots), fmt), expected)
@@ -137,7 +128,7 @@ def test_store_and_gather(name, rank, rope, align, kind, index):
 @pytest.mark.quick
 def test_captured_graph():
     """Neither direction waits for the device, so both may be captured and replayed."""
-    fmt = row_format("fp4", 512, 64)
+    fmt = oracle.row_format("fp4", 512, 64)
     pool = torch.full((64, fmt.row_bytes), FILL, dtype=torch.uint8, device="cuda")
     nope = torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
     keys = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
@@ -148,7 +139,7 @@ def test_captured_graph():
     with torch.cuda.graph(graph):
         store_rows(pool, slots, nope, keys, fmt)
         gather_rows(pool, slots, fmt, out=out)
-    new_nope, new_keys = hard_rows(8, 512), hard_rows(8, 64)
+    new_nope, new_keys = oracle.hard_rows(8, 512), oracle.hard_rows(8, 64)
     nope.copy_(new_nope)
     keys.copy_(new_keys)
     slots.copy_(torch.tensor([9, -1, 11, 40, 2, 3, -1, 63]))
@@ -160,7 +151,7 @@ def test_captured_graph():
 
 @pytest.mark.quick
 def test_rows_at_odd_addresses_are_refused():
-    fmt = row_format("fp4", 128, 0)
+    fmt = oracle.row_format("fp4", 128, 0)
     buffer = torch.zeros(1000, dtype=torch.uint8, device="cuda")
     for shape, first in (((3, 81), 0), ((3, 80), 2)):
         pool = buffer.as_strided((shape[0], fmt.row_bytes), (shape[1], 1), first)

@@ -1,5 +1,6 @@
 """kvpool_mla on a GPU below SGLang's server: its kernels, FlashInfer's call, CUDA graphs. Needs SGLang."""
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -23,13 +24,31 @@ PLACED_LAYOUTS = quick(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def published_on_cuda():
-    pytest.importorskip("sglang")
+def publish_alone(**options):
+    """SGLang's runtime context of a server with one rank; returns the server's arguments."""
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    publish(ServerArgs(model_path="dummy", device=DEVICE), role="scheduler", ranks=SpawnRanks(0, None, 0))
+    args = ServerArgs(model_path="dummy", device=DEVICE, **options)
+    publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    return args
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published_on_cuda():
+    pytest.importorskip("sglang")
+    publish_alone()
+
+
+@contextlib.contextmanager
+def no_waits():
+    """The host must not wait for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Case:
@@ -106,15 +125,11 @@ class Case:
 
         fresh = [s[p:] for s, p in zip(self.slots, self.prefixes, strict=True)]
         counted = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
+        requests, lengths = (torch.tensor(values, device=DEVICE) for values in (self.requests, counted))
         batch = ForwardBatch(
-            forward_mode=ForwardMode[mode],
-            batch_size=len(self.lengths),
-            input_ids=None,
-            req_pool_indices=torch.tensor(self.requests, device=DEVICE),
-            seq_lens=torch.tensor(counted, device=DEVICE),
-            out_cache_loc=torch.cat(fresh),
-            seq_lens_sum=None,
-        )
+            forward_mode=ForwardMode[mode], batch_size=len(self.lengths), input_ids=None, seq_lens_sum=None,
+            req_pool_indices=requests, seq_lens=lengths, out_cache_loc=torch.cat(fresh),
+        )  # fmt: skip
         batch.spec_info = SimpleNamespace(draft_token_num=4, num_tokens_per_req=4)
         if mode == "EXTEND":
             batch.extend_prefix_lens = torch.tensor(self.prefixes, device=DEVICE)
@@ -286,13 +301,9 @@ def test_decode_does_not_wait_for_the_gpu():
     case.run("DECODE")
     batch = case.batch("DECODE")
     q, k, ropes = case.inputs()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         case.backend.init_forward_metadata(batch)
         case.backend.forward(q, k, k, case.layer, batch, **ropes)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def padded(tensors, rows):
@@ -344,12 +355,8 @@ def test_a_deterministic_server_gives_a_token_the_same_bits(layout, arrangement,
     lengths = [150, 9, 33]  # 150 rows are two splits
     with get_exec().deterministic.override(enable_deterministic_inference=True):
         case = Case(layout, lengths, [0, 0, 0], arrangement)
-    every = [
-        case.requests,
-        case.slots,
-        case.keys,
-        [torch.randn(n, HEADS, RANK + ROPE, device=DEVICE).bfloat16() for n in lengths],
-    ]
+    queries = [torch.randn(n, HEADS, RANK + ROPE, device=DEVICE).bfloat16() for n in lengths]
+    every = [case.requests, case.slots, case.keys, queries]
 
     def run(which, prefixes, ends, mode="EXTEND"):
         """Results of the tokens from `prefixes` to `ends`, by request."""

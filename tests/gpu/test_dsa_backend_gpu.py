@@ -1,11 +1,14 @@
 """SGLang's DSA backend with our pools and hooks on a GPU: extends read by FlashMLA, decode by our kernels."""
 
+import itertools
 from types import SimpleNamespace
 
 import codec_oracle as oracle
 import dsa_case
 import pytest
 from dsa_case import DRAFTS, HEADS, RANK, ROPE, in_forward
+from engine_cases import quick
+from test_cuda_backend_gpu import publish_alone
 from test_dsa_backend import EXTENDS, PAIRS, close
 
 pytest.importorskip("sglang")
@@ -20,15 +23,11 @@ class Case(dsa_case.Case):
     device, top_k = "cuda", 128
 
     def __init__(self, layout, lengths, prefixes):
-        from sglang.srt.runtime_context import SpawnRanks, publish
-        from sglang.srt.server_args import ServerArgs
-
         prefill, decode = PAIRS[layout]
-        self.args = ServerArgs(
-            model_path="dummy", device="cuda", dsa_prefill_backend=prefill, dsa_decode_backend=decode,
-            dsa_topk_backend="torch", speculative_num_draft_tokens=DRAFTS,
+        self.args = publish_alone(
+            dsa_prefill_backend=prefill, dsa_decode_backend=decode, dsa_topk_backend="torch",
+            speculative_num_draft_tokens=DRAFTS,
         )  # fmt: skip
-        publish(self.args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         super().__init__(layout, lengths, prefixes, prefill, decode)
 
     def make_backend(self, prefill, decode):
@@ -61,38 +60,25 @@ def run(layout, mode, lengths, prefixes):
         return case, case.run(mode).cpu()
 
 
-def extend(layout, mode, prefixes):
+@pytest.mark.parametrize(
+    ("prefixes", "mode", "layout"),
+    quick(itertools.product(PREFIXES, EXTENDS[:2], PAIRS), [("some", "EXTEND", "fp4")]),
+)
+def test_extends(prefixes, mode, layout):
     case, found = run(layout, mode, LENGTHS, PREFIXES[prefixes])
     close(found, case.wanted(fresh_as_computed=prefixes == "none" and layout in oracle.PACKED))
 
 
-def decode(layout, mode):
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    quick(
+        itertools.product(["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"], PAIRS),
+        [("DECODE", "fp4"), ("TARGET_VERIFY", "fp4")],
+    ),
+)
+def test_decode_and_verify(mode, layout):
     lengths, prefixes = ([9, 200, 7], [8, 199, 6])
     if mode != "DECODE":
         lengths, prefixes = [n + DRAFTS for n in (1, 197, 20)], [1, 197, 20]
     case, found = run(layout, mode, lengths, prefixes)
     close(found, case.wanted())
-
-
-@pytest.mark.quick
-def test_extend_of_gathered_rows():
-    extend("fp4", "EXTEND", "some")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
-def test_decode_and_verify(mode):
-    decode("fp4", mode)
-
-
-@pytest.mark.parametrize("layout", PAIRS)
-@pytest.mark.parametrize("mode", EXTENDS[:2])
-@pytest.mark.parametrize("prefixes", PREFIXES)
-def test_extends_of_every_layout(layout, mode, prefixes):
-    extend(layout, mode, prefixes)
-
-
-@pytest.mark.parametrize("layout", PAIRS)
-@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-def test_decode_of_every_layout(layout, mode):
-    decode(layout, mode)

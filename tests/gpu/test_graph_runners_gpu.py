@@ -1,25 +1,28 @@
 """SGLang's own graph runners around kvpool_mla: a replay gives, bit for bit, what the backend gives."""
 
-import contextlib
 import gc
+import itertools
 import types
 from types import SimpleNamespace
 
 import codec_oracle as oracle
 import pytest
 import torch
+from engine_cases import quick
 from graph_runners import (
     DRAFT_TOKENS,
     WIDTH,
     Model,
+    as_eager,
     batch_of,
     eager,
     model_runner,
     publish_one_rank,
+    replayed,
     store_prefixes,
     stored_rows,
 )
-from test_cuda_backend_gpu import DEVICE, PLACED, Case
+from test_cuda_backend_gpu import DEVICE, PLACED, Case, no_waits
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.gpu
@@ -41,28 +44,6 @@ def frozen_garbage():
     gc.unfreeze()
 
 
-@contextlib.contextmanager
-def no_waits():
-    """The host must not wait for the GPU."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def as_eager(case, found, wanted):
-    """Logits and attention, and every row of the pool but slot 0, bit for bit."""
-    results, rows = wanted
-    assert torch.isfinite(results.next_token_logits).all()
-    assert torch.equal(found.next_token_logits, results.next_token_logits), (
-        "logits differ from the eager run's"
-    )
-    assert torch.equal(found.hidden_states, results.hidden_states)
-    assert all(map(torch.equal, stored_rows(case), rows))
-
-
 def decode(layout, mode, arrangement="layer_major", requests=(4,)):
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -71,10 +52,7 @@ def decode(layout, mode, arrangement="layer_major", requests=(4,)):
     runner = DecodeCudaGraphRunner(model_runner(case, args, model))
     assert [key.size for key in runner.backend._graphs] == sorted(requests, reverse=True)
     wanted = eager(case, model, batch_of(case, mode))
-    batch = batch_of(case, mode)
-    with no_waits():
-        assert runner.can_run_graph(batch)
-        found = runner.execute(batch)
+    found = replayed(runner, batch_of(case, mode))
     assert (runner.raw_bs, runner.bs) == (3, 4)
     as_eager(case, found, wanted)
     return case, model, runner
@@ -109,11 +87,6 @@ def first_requests(batch, count):
 
 
 @pytest.mark.quick
-def test_verify_in_a_graph():
-    decode("fp4", "TARGET_VERIFY")
-
-
-@pytest.mark.quick
 def test_verify_of_dspark_in_a_graph():
     """What the graph computes for DSPARK's input is what EAGLE's verification of the same batch gives."""
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -125,17 +98,19 @@ def test_verify_of_dspark_in_a_graph():
     batch, of_eagle = (batch_of(case, "TARGET_VERIFY") for _ in range(2))
     batch.spec_info = DFlashVerifyInput(batch.input_ids, batch.positions, DRAFT_TOKENS)
     wanted = eager(case, model, of_eagle)
-    with no_waits():
-        assert runner.can_run_graph(batch)
-        found = runner.execute(batch)
+    found = replayed(runner, batch)
     assert (runner.raw_bs, runner.bs) == (3, 4)
     as_eager(case, found, wanted)
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("arrangement", PLACED)
-@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
-def test_every_layout_and_arrangement_in_a_graph(layout, arrangement, mode):
+@pytest.mark.parametrize(
+    ("layout", "mode", "arrangement"),
+    quick(
+        itertools.product(oracle.LAYOUTS, ["DECODE", "TARGET_VERIFY"], PLACED),
+        [("fp4", "TARGET_VERIFY", "layer_major")],
+    ),
+)
+def test_every_layout_and_arrangement_in_a_graph(layout, mode, arrangement):
     decode(layout, mode, arrangement)
 
 
@@ -195,10 +170,7 @@ def drafting(layout, arrangement="layer_major"):
     worker.draft_attn_backend.init_forward_metadata(batch)
     wanted = [None if x is None else x.clone() for x in worker.draft_forward(batch)]
     rows = stored_rows(case)
-    batch = draft_batch(case)
-    with no_waits():
-        assert runner.can_run_graph(batch)
-        found = runner.execute(batch)
+    found = replayed(runner, draft_batch(case))
     for one, other in zip(found, wanted, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
@@ -215,35 +187,25 @@ def draft_extend(layout, arrangement="layer_major"):
     runner = EAGLEDraftExtendCudaGraphRunner(draft_worker(case, model, args))
     wanted = eager(case, model, batch_of(case, mode))
     batch = batch_of(case, mode)
-    with no_waits():
-        assert runner.can_run_graph(batch)
-        found = runner.execute(batch, batch.spec_info.select_index)
-    as_eager(case, found, wanted)
+    as_eager(case, replayed(runner, batch, batch.spec_info.select_index), wanted)
 
 
-@pytest.mark.quick
-def test_draft_steps_in_a_graph():
-    drafting("fp4")
+LAYER_MAJOR = [(layout, "layer_major") for layout in oracle.LAYOUTS]
 
 
-@pytest.mark.quick
-def test_draft_extend_in_a_graph():
-    draft_extend("fp4")
-
-
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "arrangement"),
+    quick([*LAYER_MAJOR, *(("fp4", arrangement) for arrangement in PLACED[1:])], [("fp4", "layer_major")]),
+)
 @pytest.mark.parametrize("run", [drafting, draft_extend])
-def test_drafts_of_every_layout_in_a_graph(layout, run):
-    run(layout)
+def test_drafts_of_every_layout_and_arrangement_in_a_graph(layout, arrangement, run):
+    run(layout, arrangement)
 
 
-@pytest.mark.parametrize("arrangement", PLACED[1:])
-@pytest.mark.parametrize("run", [drafting, draft_extend])
-def test_drafts_of_every_arrangement_in_a_graph(arrangement, run):
-    run("fp4", arrangement)
-
-
-def prefill(layout, arrangement="layer_major"):
+@pytest.mark.parametrize(
+    ("layout", "arrangement"), quick(itertools.product(oracle.LAYOUTS, PLACED), [("fp4", "layer_major")])
+)
+def test_prefill_in_breakable_graphs(layout, arrangement):
     """123 tokens padded to 160; attention of two layers runs between the segments of the graph."""
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
@@ -259,14 +221,3 @@ def prefill(layout, arrangement="layer_major"):
     found = runner.execute(batch)
     assert len(found.hidden_states) == 123
     as_eager(case, found, wanted)
-
-
-@pytest.mark.quick
-def test_prefill_in_breakable_graphs():
-    prefill("fp4")
-
-
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-@pytest.mark.parametrize("arrangement", PLACED)
-def test_prefill_of_every_layout_and_arrangement_in_breakable_graphs(layout, arrangement):
-    prefill(layout, arrangement)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("sglang")
 import test_cuda_backend_gpu as backend
-from test_cuda_backend_gpu import DEVICE, HEADS, LAYER, SCALE, Case, close
+from test_cuda_backend_gpu import DEVICE, HEADS, LAYER, SCALE, Case, close, no_waits
 
 pytestmark = [pytest.mark.quick, pytest.mark.gpu]
 published_on_cuda = backend.published_on_cuda
@@ -126,10 +126,6 @@ def test_prefill_in_the_mha_form_does_not_wait_for_the_gpu(kind):
     """SGLang's own updater reads lengths back, three times per batch."""
     prefill = kind()
     prefill.enqueue(0)  # FlashInfer compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         found = prefill.enqueue(0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     close(found, prefill.batches[0][-1])
