@@ -1,5 +1,6 @@
 """Processes on the device, forked from one that has imported SGLang."""
 
+import json
 import os
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def environment(device):
     left_out = ("TEST_EMULATED", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "CUDA_HOME", "TVM_FFI_CACHE_DIR")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def said(processes, code, limit_s=900, **environment):
+    """What the code prints last, as JSON, in a process of `Forks`; and its log."""
+    done = processes.run(code, limit_s=limit_s, **environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

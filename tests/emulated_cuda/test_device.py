@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 import pytest
 import torch
 import torch.distributed as dist
+from test_cuda_backend_gpu import no_waits
 
 emulated = pytest.importorskip("emulated_cuda.operators")
 from emulated_cuda import libcudart, libraries, model_operators, models, runtime  # noqa: E402
@@ -60,22 +61,15 @@ def test_values_become_tensors_of_the_default_device(make):
 )
 def test_waits_of_the_host_are_found(wait):
     x = torch.ones(5, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(emulated.HostWait):
-            wait(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(emulated.HostWait), no_waits():
+        wait(x)
 
 
 def test_a_number_is_copied_without_a_wait():
     """As SGLang's loader copies k_scales."""
     x = torch.nn.Parameter(torch.zeros((), device="cuda"), requires_grad=False)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         x.copy_(0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert x.item() == 0.5
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("emulated_cuda.operators")
 from engine_cases import quick
-from test_cuda_backend_gpu import PAGE, Case, published_on_cuda  # noqa: F401
+from test_cuda_backend_gpu import PAGE, Case, publish_alone, published_on_cuda  # noqa: F401
 
 from emulated_cuda import order
 from emulated_cuda.memory import ALLOCATOR
@@ -25,14 +25,7 @@ def controller_of(process_group, monkeypatch):
     """`controller_of(pool, io_backend, forward, drafts)`: SGLang's, which waits for the stream `forward`."""
     from host_tier import controller_over
     from sglang.srt.mem_cache.pool_host import base
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.runtime_context import get_parallel, restore_context, snapshot_context
 
     from sgl_kvpool.sglang_plugin import hook_groups
 
@@ -44,11 +37,10 @@ def controller_of(process_group, monkeypatch):
     def build(pool, io_backend, forward, drafts=()):
         label = {"kernel": "page_first", "direct": "page_first_direct"}[io_backend]
         get_parallel().clear_stamp()
-        args = ServerArgs(
-            model_path="dummy", device="cuda", enable_hierarchical_cache=True, hicache_ratio=2.0,
-            page_size=PAGE, hicache_mem_layout=label, hicache_io_backend=io_backend,
+        publish_alone(
+            enable_hierarchical_cache=True, hicache_ratio=2.0, page_size=PAGE, hicache_mem_layout=label,
+            hicache_io_backend=io_backend,
         )  # fmt: skip
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         controller = controller_over(pool, process_group, io_backend, drafts=drafts)
         tiers.append(controller.mem_pool_host.anchor_entry.host_pool)
         controller.write_fence_stream = controller.load_fence_stream = forward
@@ -60,7 +52,7 @@ def controller_of(process_group, monkeypatch):
         tier.destroy()
     assert not ALLOCATOR.registered
     get_parallel().clear_stamp()  # SGLang's restore leaves the rank
-    publish(ServerArgs(model_path="dummy", device="cuda"), role="scheduler", ranks=SpawnRanks(0, None, 0))
+    publish_alone()
     restore_context(before)
 
 
@@ -243,11 +235,7 @@ def test_index_keys_arrive_before_the_event_of_their_layer(controller_of, monkey
 # ------------------------------------------------------------------------------------------- mistakes
 
 
-def problems():
-    torch.cuda.synchronize()
-    found = list(ALLOCATOR.problems)
-    ALLOCATOR.problems.clear()
-    return "\n".join(found)
+problems = ALLOCATOR.taken_problems
 
 
 @pytest.fixture

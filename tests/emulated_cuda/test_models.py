@@ -5,7 +5,6 @@ from transformers in float32, whose rows and index keys are rounded as the serve
 that of transformers in bfloat16, so that bounds are of arithmetic alone.
 """
 
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ import random_deepseek
 import random_hybrid
 import torch
 
+from emulated_cuda import conftest
 from emulated_cuda.conftest import HERE, environment
 from emulated_cuda.model_engine import tokens
 
@@ -133,9 +133,8 @@ def ask(on_device):
             environment = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
         if model.is_spread:
             environment |= {"SGLANG_NCCL_SO_PATH": os.devnull, "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
-        done = on_device.run(code, limit_s=900, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-        return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stdout + done.stderr}
+        found, log = conftest.said(on_device, code, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)
+        return {**found, "log": log}
 
     return get
 
@@ -175,9 +174,7 @@ def oracle(checkpoint, tmp_path_factory):
             code = "from emulated_cuda import model_oracle\n"
             folder = checkpoint(model.shape, **written)
             code += f"model_oracle.main({model.shape!r}, {folder!r}, {cases!r}, **{options!r})"
-            done = own.run(code, limit_s=600)
-            assert done.returncode == 0, done.stderr[-3000:]
-            found = json.loads(done.stdout.splitlines()[-1])
+            found, _ = conftest.said(own, code, 600)
             return {dtype: [torch.tensor(one) for one in all_] for dtype, all_ in found.items()}
 
         yield get

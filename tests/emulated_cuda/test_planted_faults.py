@@ -4,13 +4,12 @@ That is transformers with random weights, within the bounds of test_models.py, o
 (`copying_deepseek`), with prompts of the lengths at which a fault changes what is copied.
 """
 
-import json
-
 import copying_deepseek
 import pytest
 import torch
 
 from emulated_cuda import test_models
+from emulated_cuda.conftest import said
 from emulated_cuda.model_engine import tokens
 from emulated_cuda.test_models import checkpoint, oracle  # noqa: F401 (fixtures)
 
@@ -27,9 +26,7 @@ def ask(on_device):
     def get(folder, questions, environment, **options):
         code = "from emulated_cuda import model_engine, planted\nplanted.plant()\n"
         code += f"model_engine.main({folder!r}, planted.switched({questions!r}), **{EAGER | options!r})"
-        done = on_device.run(code, limit_s=900, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return said(on_device, code, SGLANG_EXTERNAL_MODEL_PACKAGE="", **environment)[0]
 
     return get
 

@@ -1,8 +1,8 @@
 """`doctor --self-check` on the device: stores, attention and host tiers of every layout and arrangement."""
 
-import json
-
 import pytest
+
+from emulated_cuda.conftest import said
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
@@ -19,19 +19,18 @@ print(json.dumps([facts, problems + ALLOCATOR.problems]))
 """
 
 
+QUICK = ["fp4 page_major", "fp8_block_scale, host fp4", "fp4, sparse"]
+
+
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        pytest.param(
-            ["fp4 page_major", "fp8_block_scale, host fp4", "fp4, sparse"], 3, marks=pytest.mark.quick
-        ),
+        pytest.param(QUICK, 3, marks=pytest.mark.quick, id="quick"),
         pytest.param([], 37, id="all"),
     ],
 )
 def test_the_self_check_passes(on_device, names, count):
-    done = on_device.run(CODE.format(names=names), limit_s=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    facts, problems = json.loads(done.stdout.splitlines()[-1])
+    (facts, problems), _ = said(on_device, CODE.format(names=names), 1200)
     assert problems == []
     assert facts.pop("device") == "cuda"
     assert len(facts) == count

@@ -11,7 +11,7 @@ import pytest
 from codec_oracle import LAYOUTS
 
 from emulated_cuda import byte_engine
-from emulated_cuda.conftest import MODULES, environment
+from emulated_cuda.conftest import MODULES, environment, said
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
@@ -37,9 +37,8 @@ def run(processes, device, layout, options=None, **environment):
     """What an Engine said, and its log."""
     code = "from emulated_cuda import byte_engine\n"
     code += f"byte_engine.main({device!r}, {layout!r}, **{options or {}!r})"
-    done = processes.run(code, limit_s=900, **environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stdout + done.stderr}
+    found, log = said(processes, code, **environment)
+    return {**found, "log": log}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_log_probabilities_are_near_the_cpu_servers(answers, layout):
     found, wanted = answers(layout), answers(layout, "cpu")
     assert wanted["info"]["device"] == "cpu"
     of_prompt = [
-        [p for p, *_ in said["prompt"]["meta_info"]["input_token_logprobs"][1:]] for said in (found, wanted)
+        [p for p, *_ in each["prompt"]["meta_info"]["input_token_logprobs"][1:]] for each in (found, wanted)
     ]
     assert mean_distance(*of_prompt) < 0.02
     for one, other in zip(found["first"], wanted["first"], strict=True):

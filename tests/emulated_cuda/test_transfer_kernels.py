@@ -157,9 +157,7 @@ def test_wrong_kernels_are_noticed(defect, monkeypatch):
     with pytest.raises(RuntimeError if fault else AssertionError):
         there_and_back(own, other)
     errors.taken()
-    torch.cuda.synchronize()
-    problems = "\n".join(ALLOCATOR.problems)
-    ALLOCATOR.problems.clear()
+    problems = ALLOCATOR.taken_problems()
     assert re.search(fault, problems) if fault else not problems
 
 

@@ -1,6 +1,7 @@
 """The compiled transfer engines on the emulated device: missing waits, and calls that CUDA refuses."""
 
 import dataclasses
+import itertools
 import os
 import re
 import traceback
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import device_pool, slots_of
+from test_cuda_backend_gpu import no_waits
 
 pytest.importorskip("emulated_cuda.operators")
 from emulated import small_slots
@@ -30,35 +32,35 @@ PAGES, PAGE_SIZE, ROW_BYTES, LAYERS = 10, 2, 416, 3
 DEVICE = torch.device("cuda", 0)
 
 
-def faults():
-    """What the device found so far, once everything has ended; the test then passes."""
-    torch.cuda.synchronize()
-    found = list(ALLOCATOR.problems)
-    ALLOCATOR.problems.clear()
-    return "\n".join(found)
+faults = ALLOCATOR.taken_problems
 
 
-def nothing(*args):
-    """Instead of a function of the runtime."""
+def without_waits(is_left_out):
+    """Within the block, the calls of `cudaStreamWaitEvent` with these numbers do nothing."""
+    made = itertools.count()
+
+    def some(*arguments):
+        if not is_left_out(next(made)):
+            RUNTIME.cudaStreamWaitEvent(*arguments)
+
+    return RUNTIME.replacing("cudaStreamWaitEvent", some)
 
 
 class Tier:
     """A pool, a pinned host tier, and a model on a stream of its own."""
 
-    def __init__(self, engine, tools=None):
+    def __init__(self, engine):
         caches, self.layers = device_pool("layer_major", PAGES, PAGE_SIZE, ROW_BYTES, DEVICE, LAYERS)
         (group,) = caches.groups
         self.memory = torch.empty(PAGES, group.bytes_per_page, dtype=torch.uint8, pin_memory=True)
         self.memory.fill_(1)
         host = packed_view(self.memory, group)
         self.there, self.back = TransferPlan(caches, host, "kv"), TransferPlan(host, caches, "kv")
-        made = [tools or EngineTools(gpu_calls(), DEVICE) for _ in range(2)]
-        if engine == "staged":
-            made = [
-                EngineTools(x.calls, DEVICE, PageBuffer(group.bytes_per_page, DEVICE, x.calls)) for x in made
-            ]
-        self.store = GPU_ENGINES[engine](self.there, made[0], True)
-        self.load = GPU_ENGINES[engine](self.back, made[1], False)
+        calls, made = gpu_calls(), []
+        for plan, to_host in ((self.there, True), (self.back, False)):
+            buffer = PageBuffer(group.bytes_per_page, DEVICE, calls) if engine == "staged" else None
+            made.append(GPU_ENGINES[engine](plan, EngineTools(calls, DEVICE, buffer), to_host))
+        self.store, self.load = made
         self.slots, self.pages = slots_of(range(PAGES), PAGE_SIZE, DEVICE), np.arange(PAGES)
         self.compute, self.transfer = torch.cuda.Stream(), torch.cuda.Stream()
         torch.cuda.synchronize()
@@ -155,13 +157,7 @@ def test_every_wait_of_the_staged_engine(direction, kind, fault):
     torch.cuda.synchronize()
     tier.loaded()
     torch.cuda.synchronize()
-    made = iter(range(1 << 20))
-
-    def some(stream, event, flags):
-        if not KINDS[kind](next(made)):
-            RUNTIME.cudaStreamWaitEvent(stream, event, flags)
-
-    with RUNTIME.replacing("cudaStreamWaitEvent", some):
+    with without_waits(KINDS[kind]):
         tier.stored() if direction == "store" else tier.loaded()
     assert re.search(fault, faults())
 
@@ -245,13 +241,7 @@ def test_a_load_without_batches_begins_behind_the_callers_stream():
         tier = Tier("staged")
         with RUNTIME.failing("cudaMemcpyBatchAsync", CudaError.NOT_SUPPORTED):
             tier.stored(3)
-            made = iter(range(1 << 20))
-
-            def some(stream, event, flags):
-                if waits or next(made):
-                    RUNTIME.cudaStreamWaitEvent(stream, event, flags)
-
-            with RUNTIME.replacing("cudaStreamWaitEvent", some):
+            with without_waits(lambda number: not (waits or number)):
                 tier.loaded()
         assert bool(re.search("reads on stream .* what a copy .* wrote on stream", faults())) != waits
 
@@ -327,11 +317,8 @@ def test_registered_memory_is_pinned(pageable):
     pin(pageable, CHUNK, chunk_bytes=2 * CHUNK)
     assert len(ALLOCATOR.registered) == 4
     assert pageable.is_pinned()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         there = pageable.to("cuda", non_blocking=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(order.OrderFault, match="writes on the host"):
         pageable[5:9].fill_(1)
     assert bool((there == 3).all())
