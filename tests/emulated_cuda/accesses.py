@@ -102,9 +102,8 @@ def writes_only(name: str, values: Sequence[Any], writes: Collection[int] | None
     yield
     for number, before in kept.items():
         if not np.array_equal(before, _bytes_of(values[number])):
-            raise UnmarkedWrite(
-                f"{name} writes its argument {number}, which its schema or its table does not say"
-            )
+            where = f"{name} writes its argument {number}"
+            raise UnmarkedWrite(f"{where}, which its schema or its table does not say")
 
 
 def _bytes_of(x: torch.Tensor) -> np.ndarray:

@@ -134,10 +134,8 @@ def _install_tensors() -> None:
         if isinstance(other, CudaTensor):
             options.pop("other", None)
             args = (torch.device("cuda", 0), other.dtype, *args[1:])
-        names = [*args[:1], options.get("device")]
-        device = next(
-            (x for x in names if isinstance(x, str | torch.device | int) and not isinstance(x, bool)), None
-        )
+        kinds = (str, torch.device, int)  # and not bool
+        device = next((x for x in (*args[:1], options.get("device")) if type(x) in kinds), None)
         if device is None or torch.device(device).type != "cuda":
             return real_to(self, *args, **options)
         options.pop("copy", None)

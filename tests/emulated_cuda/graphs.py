@@ -83,16 +83,10 @@ class Capture:
             self.steps.append(Step("wait_event", stream, step, orders=True))
 
     def _joins(self, stream: order.Stream, is_captured: bool, is_needed: bool = True) -> bool:
-        """Whether a stream waits for what is captured, which makes it a branch.
-
-        Raises
-        ------
-        CaptureFault
-            A branch waits for work outside of the capture (`cudaErrorStreamCaptureIsolation`).
-        """
+        """Whether a stream waits for what is captured, which makes it a branch."""
         if is_captured:
             self.streams.add(stream)
-        elif stream in self.streams and is_needed:
+        elif stream in self.streams and is_needed:  # `cudaErrorStreamCaptureIsolation`
             raise CaptureFault(
                 f"{order.place()}: {stream} is capturing, and waits for work that is not captured"
             )
@@ -121,12 +115,6 @@ def capturing() -> Capture | None:
 
 
 def forbid_in_capture(what: str) -> None:
-    """
-    Raises
-    ------
-    CaptureFault
-        A stream is capturing.
-    """
     if capturing() is not None:
         raise CaptureFault(f"{what} at {order.place()}: operation not permitted when stream is capturing")
 
@@ -198,9 +186,6 @@ class CUDAGraph:
         self.steps = None
 
     def instantiate(self) -> None:
-        pass
-
-    def enable_debug_mode(self) -> None:
         pass
 
 

@@ -24,21 +24,12 @@ def _clamp_position(positions: torch.Tensor, lengths: torch.Tensor) -> None:
     positions.copy_((lengths - 1).clamp(min=0))
 
 
-def _set_mla_kv_buffer(
-    buffer: torch.Tensor,
-    slots: torch.Tensor,
-    nope: torch.Tensor,
-    rope: torch.Tensor,
-    warps: int,
-    skipped: int,
-) -> None:
+def _set_mla_kv_buffer(buffer, slots, nope, rope, warps, skipped) -> None:
     _check({"buffer": buffer, "nope": nope, "rope": rope}, dims=2)
     if slots.device.type != "cuda" or slots.dim() != 1:  # of any stride: draft steps pass every third slot
         raise RuntimeError(f"slots: {slots.device}, {tuple(slots.shape)}")
     if not (len(slots) == len(nope) == len(rope) and buffer.dtype == nope.dtype == rope.dtype):
-        raise RuntimeError(
-            f"{buffer.dtype}, {slots.shape}, {nope.shape} {nope.dtype}, {rope.shape} {rope.dtype}"
-        )
+        raise RuntimeError(f"{buffer.dtype}, {slots.shape}, {[(x.shape, x.dtype) for x in (nope, rope)]}")
     # A bulk store copies 16 bytes at a time.
     if any(x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16 for x in (buffer, nope, rope)):
         raise RuntimeError("rows are not aligned to 16 bytes")

@@ -24,19 +24,10 @@ current = _Current()
 def launch(
     name: str, run: Callable[..., Any], args: list[Any], *, writes: Collection[int] | None = None
 ) -> None:
-    """Launch a kernel on the current stream.
+    """Launch a kernel on the current stream, which is that of device 0, and takes no tensor of the host.
 
-    Parameters
-    ----------
-    run : callable
-        Called with the arguments, tensors on the CPU; returns ptxrun's Result, or None.
-    writes : collection of int, optional
-        Arguments that the kernel writes; by default ptxrun's Result tells which bytes were read and written.
-
-    Raises
-    ------
-    RuntimeError
-        A tensor of the host was passed, or another device is the current one.
+    `run` is called with the arguments, tensors on the CPU. `writes` are the arguments that it writes; without
+    it, the Result of ptxrun that `run` returns tells which bytes were read and written.
     """
     if current.device != 0:
         raise RuntimeError(f"kernel {name} is launched on cuda:{current.device} with arguments on cuda:0")
@@ -82,12 +73,8 @@ _READ_AHEAD = {
     "_fused_dsa_target_verify_metadata_kernel": 2,
 }
 
-#: The argument of a kernel that has addresses among other numbers, by the kernel's name.
-_TABLES = dict.fromkeys(
-    ("_copy_mla_rows_into_pack_kernel", "_fused_slot_clear_kernel", "_fused_slot_copy_kernel"), 0
-)
-
-
+#: Kernels whose first argument has addresses among other numbers.
+_TABLES = {"_copy_mla_rows_into_pack_kernel", "_fused_slot_clear_kernel", "_fused_slot_copy_kernel"}
 #: Kernels of SGLang's that convert pairs of values to e4m3, of which one is not written, and not used after.
 _HALF_PAIRS = {"_quantize_k_cache_fast_kernel"}
 
@@ -104,7 +91,7 @@ def _pointed_to(name: str, values: list[Any]) -> AbstractContextManager[Any]:
     import ptxrun_triton
 
     tables = [x for x in values if isinstance(x, torch.Tensor) and x.dtype == torch.uint64]
-    tables += [values[_TABLES[name]]] if name in _TABLES else []
+    tables += values[:1] if name in _TABLES else []
     if not tables:
         return nullcontext()
     own = {ALLOCATOR.of(x) for x in values if isinstance(x, torch.Tensor)}

@@ -24,23 +24,11 @@ class MemoryFault(BaseException):
 
 
 class Block:
-    """A piece of memory.
+    """A piece of memory of the device, or `pinned` memory of the host.
 
-    Attributes
-    ----------
-    address, size_bytes : int
-    pinned : bool
-        Pinned memory of the host instead of memory of the device.
-    stream : Stream
-        Stream that was current when the block was allocated.
-    pool : object or None
-        Private pool of a CUDA graph.
-    created, freed : str or None
-        Lines of code.
-    recorded : set of Stream
-        Streams for which the allocator waits before it gives the block to others: those of `record_stream`,
-        and for pinned memory those of torch's own copies.
-    shadow : shadows.Shadow
+    `stream` was current when it was allocated, `pool` is the private pool of a CUDA graph, or None, `created`
+    and `freed` are lines of code. Before the block is given to others, the allocator waits for the streams of
+    `recorded`: those of `record_stream`, and for pinned memory those of torch's own copies.
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool, pool: Any, address: int | None = None) -> None:
@@ -69,14 +57,8 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 class Allocator:
     """All blocks, and statistics as `torch.cuda.memory_stats` names them.
 
-    Attributes
-    ----------
-    problems : list of str
-        Faults found where an exception would be lost: while a block was freed, in calls of compiled code.
-    registered : dict of int to Block
-        Memory of the host that was registered, by address; it is pinned.
-    total_bytes : int
-        Memory of the device.
+    `problems` are faults found where an exception would be lost: while a block was freed, in calls of
+    compiled code. `registered` is memory of the host that was registered, by address; it is pinned.
     """
 
     def __init__(self) -> None:
@@ -109,19 +91,18 @@ class Allocator:
     def _free(self, block: Block) -> None:
         if not block.pinned:
             self.allocated_bytes -= block.size_bytes
-        if block.pool is None:
-            owner = None if block.pinned else block.stream  # pinned memory is reused by the host
-            late = shadows.not_ordered_before_reuse(block.shadow, owner, block.recorded)
-            if late is not None:
-                why = "its stream was not recorded (record_stream)"
-                if block.pinned:
-                    why = "torch's allocator knows of torch's own copies alone"
-                self.problems.append(
-                    f"the block allocated at {block.created} was freed at {order.place()}, and {late} may "
-                    f"still use it: {why}"
-                )
         if block.pool is not None:
             return  # memory of a graph's pool keeps what the graph wrote
+        owner = None if block.pinned else block.stream  # pinned memory is reused by the host
+        late = shadows.not_ordered_before_reuse(block.shadow, owner, block.recorded)
+        if late is not None:
+            why = "its stream was not recorded (record_stream)"
+            if block.pinned:
+                why = "torch's allocator knows of torch's own copies alone"
+            self.problems.append(
+                f"the block allocated at {block.created} was freed at {order.place()}, and {late} may still "
+                f"use it: {why}"
+            )
         block.freed = order.place()
         block.bytes.fill(POISON)
         self._freed.append(block)

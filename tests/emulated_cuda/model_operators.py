@@ -44,9 +44,7 @@ def _tiny_gemm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, most: int, n
     out.copy_(x.float() @ w.float().T)
 
 
-def _topk_deepseek(
-    scores, bias, groups, kept_groups, topk, scale, values, indices, pdl
-) -> None:  # fmt: skip
+def _topk_deepseek(scores, bias, groups, kept_groups, topk, scale, values, indices, pdl) -> None:
     """Experts by biased scores, out of the groups whose best two are highest, and their unbiased weights."""
     assert scores.dtype == bias.dtype == values.dtype == torch.float32
     assert indices.dtype == torch.int32
@@ -66,9 +64,7 @@ def _topk_deepseek(
     values.copy_(weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale)
 
 
-def _moe_align(
-    ids, buckets, block, sorted_ids, expert_ids, padded_count, cumsum, pad=True, ignore=False
-) -> None:  # fmt: skip
+def _moe_align(ids, buckets, block, sorted_ids, expert_ids, count, cumsum, pad=True, ignore=False) -> None:
     """Entries of a top-k list by expert, each expert's padded to whole blocks; bucket 0 has no expert."""
     assert (ids.dtype, ids.is_contiguous(), bool(pad), bool(ignore)) == (torch.int32, True, True, False)
     flat = ids.reshape(-1)
@@ -80,7 +76,7 @@ def _moe_align(
         sorted_ids[at : at + len(own)] = own.int()
         expert_ids[at // block : at // block + blocks] = bucket - 1
         at += blocks * block
-    padded_count[0] = at
+    count[0] = at
 
 
 def _moe_sum_reduce(x: torch.Tensor, output: torch.Tensor, scale: float = 0) -> None:
@@ -130,20 +126,16 @@ def fused_moe(kernel: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _apply_rope(
-    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, is_neox: bool, dim=0
-) -> None:  # fmt: skip
+def _apply_rope(q, k, cos_sin, positions, is_neox, dim=0) -> None:
     assert cos_sin.dtype == torch.float32
     assert dim in (0, cos_sin.shape[-1])
     cos, sin = cos_sin[positions.long(), None].chunk(2, -1)
     for x in (q, k):
         assert (x.dim(), x.stride(-1), x.shape[-1]) == (3, 1, cos_sin.shape[-1])
         half = x.shape[-1] // 2
-        first, second = (
-            (slice(half), slice(half, None)) if is_neox else (slice(0, None, 2), slice(1, None, 2))
-        )
-        one, other = x[..., first].float(), x[..., second].float()
-        x[..., first], x[..., second] = one * cos - other * sin, other * cos + one * sin
+        halves = (slice(half), slice(half, None)) if is_neox else (slice(0, None, 2), slice(1, None, 2))
+        one, other = (x[..., part].float() for part in halves)
+        x[..., halves[0]], x[..., halves[1]] = one * cos - other * sin, other * cos + one * sin
 
 
 #: Operator of the dispatcher -> what is called instead, with tensors of the CPU.
@@ -186,9 +178,7 @@ def fused_add_rmsnorm_cute(x, residual, weight, eps, weight_bias=0.0, enable_pdl
     _fused_add_rmsnorm(x, residual, weight, eps)
 
 
-def layernorm(
-    out: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, eps: float
-) -> None:
+def layernorm(out, x, gamma, beta, eps) -> None:
     assert (x.dim(), x.shape) == (2, out.shape)
     assert gamma.dtype == beta.dtype == torch.float32
     out.copy_(torch.nn.functional.layer_norm(x.float(), x.shape[-1:], gamma, beta, eps))

@@ -31,15 +31,9 @@ def _rounded(latent, rope, layout, k_scale):
     """Latents and rope keys `[1, 1, tokens, ...]`, as rows of a layout hold them."""
     if layout is None:
         return latent, rope
-    rows = codec_oracle.encode(
-        latent[0, 0].bfloat16(),
-        rope[0, 0].bfloat16(),
-        layout,
-        RANK,
-        ROPE,
-        codec_oracle.row_bytes(layout),
-        k_scale,
-    )
+    size = codec_oracle.row_bytes(layout)
+    parts = latent[0, 0].bfloat16(), rope[0, 0].bfloat16()
+    rows = codec_oracle.encode(*parts, layout, RANK, ROPE, size, k_scale)
     values = torch.from_numpy(codec_oracle.decode(rows, layout, RANK, ROPE, k_scale)).to(latent.dtype)
     return values[None, None, :, :RANK], values[None, None, :, RANK:]
 
@@ -100,9 +94,8 @@ class _Rows(transformers.DynamicCache):
         if self.reads_own:
             return found
         old = found[0].shape[2] - keys.shape[2]
-        return tuple(
-            torch.cat([all_[:, :, :old], own], 2) for all_, own in zip(found, (keys, values), strict=True)
-        )
+        pairs = zip(found, (keys, values), strict=True)
+        return tuple(torch.cat([all_[:, :, :old], own], 2) for all_, own in pairs)
 
     def k_scale(self, layer):
         return self._k_scales[layer] if self._k_scales else 1.0
@@ -153,13 +146,9 @@ class Oracle:
         """
         prompt = len(ids) if prompt is None else prompt
         cache = _Rows(self._model.config, self._layout, self._k_scales)
-        ends = {
-            *range(self._chunk, cached, self._chunk),
-            cached,
-            *range(cached + self._chunk, prompt, self._chunk),
-        }
+        chunks = (*range(0, cached, self._chunk), *range(cached, prompt, self._chunk))
         found, at = [], 0
-        for end in sorted((ends | {host, prompt, *range(prompt, len(ids) + 1)}) - {0}):
+        for end in sorted({*chunks, cached, host, prompt, *range(prompt, len(ids) + 1)} - {0}):
             cache.reads_own = at >= min(self._stored_from, prompt)
             key = (*ids[:end], host, host_layout) if end <= prompt and end % self._chunk == 0 else None
             if key in self._prefixes:

@@ -45,15 +45,8 @@ import functools
 import sys
 from typing import Any
 
-from emulated_cuda import (
-    draft_operators,
-    graphs,
-    imports,
-    indexer_operators,
-    jit_kernels,
-    libraries,
-    model_operators,
-)
+from emulated_cuda import draft_operators, graphs, imports, indexer_operators, jit_kernels, model_operators
+from emulated_cuda.libraries import OPERATORS, WRITES
 
 #: Functions of modules of which others are replaced; no model here calls them.
 _NOT_CALLED = (
@@ -69,8 +62,8 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 
 def install() -> None:
     """Replace these operators, each as soon as its package is imported."""
-    libraries.OPERATORS.update(model_operators.OPERATORS | indexer_operators.OPERATORS)
-    libraries.WRITES.update(model_operators.WRITES | indexer_operators.WRITES)
+    OPERATORS.update(model_operators.OPERATORS | indexer_operators.OPERATORS)
+    WRITES.update(model_operators.WRITES | indexer_operators.WRITES)
     jit_kernels.MODULES.update(indexer_operators.MODULES)
     jit_kernels.EXPORTS.update({name: _missing(name) for name in _NOT_CALLED})
     for module in (model_operators, draft_operators, indexer_operators):
@@ -128,7 +121,7 @@ def _call_python_operators() -> None:
         if self._impl is None:
             operator, name = real(self), f"sglang::{self.op_name}"
             python = functools.wraps(self.op_func)(lambda *args, **options: self.op_func(*args, **options))
-            self._impl = operator if name in libraries.OPERATORS else python
+            self._impl = operator if name in OPERATORS else python
         return self._impl
 
     custom_op.CustomOpWrapper.real_impl = property(real_impl)

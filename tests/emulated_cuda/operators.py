@@ -182,9 +182,7 @@ def _check_devices(
 ) -> None:
     """What CUDA refuses, and where the host waits."""
     if on_device and name not in _MIXED and any(not isinstance(x, CudaTensor) and x.dim() for x in tensors):
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found cuda:0 and cpu! ({func})"
-        )
+        raise RuntimeError(f"Expected all tensors to be on the same device: cuda:0 and cpu! ({func})")
     if on_device and name in _READS:
         host_waits(name)
     if name in ("index", "index_put_", "index_put", "_index_put_impl_") and on_device:

@@ -52,16 +52,8 @@ def install() -> None:
         "/bin/true" if name == "nvidia-smi" else which(name, *args, **options)
     )
 
-    from emulated_cuda import (
-        described,
-        imports,
-        jit_kernels,
-        launches,
-        libcudart,
-        libraries,
-        models,
-        operators,
-    )
+    from emulated_cuda import described, imports, jit_kernels, launches, libcudart, libraries, models
+    from emulated_cuda.operators import Mode
 
     if (home := libcudart.toolkit()) is not None:
         os.environ["CUDA_HOME"] = str(home)
@@ -77,7 +69,7 @@ def install() -> None:
     imports.after("sglang.srt.utils.phase_checker", libraries.check_phases_in_torch)
     imports.after("sglang.kernels.jit.utils.compile.loader", jit_kernels.install)
     models.install()
-    mode = operators.Mode()
+    mode = Mode()
     mode.__enter__()  # for the main thread, until the process ends
     start = threading.Thread.start
 
@@ -85,7 +77,7 @@ def install() -> None:
         run = self.run
 
         def run_with_mode() -> None:
-            with operators.Mode():
+            with Mode():
                 run()
 
         self.run = run_with_mode  # type: ignore[method-assign]

@@ -53,18 +53,12 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class Runtime:
-    """The functions of the library, without the underscores with which some of their names begin.
-
-    Attributes
-    ----------
-    calls : list of str
-        Names of the functions that were called.
-    kernels : dict of int to str
-        Names of kernels in PTX, by the address of their function on the host.
-    """
+    """The functions of the library, without the underscores with which some of their names begin."""
 
     def __init__(self) -> None:
+        #: Names of the functions that were called.
         self.calls: list[str] = []
+        #: Names of kernels in PTX, by the address of their function on the host.
         self.kernels: dict[int, str] = {}
         self._events: dict[int, order.Event] = {}
         self._destroyed: set[int] = set()
@@ -111,8 +105,7 @@ class Runtime:
     def cudaRegisterFatBinaryEnd(self, handle: int) -> None:
         pass
 
-    def cudaUnregisterFatBinary(self, handle: int) -> None:
-        pass
+    cudaUnregisterFatBinary = cudaRegisterFatBinaryEnd
 
     def cudaInitModule(self, handle: int) -> int:
         return 1
@@ -137,18 +130,14 @@ class Runtime:
         values = [ctypes.string_at(at, p["size"]) for at, p in zip(pointers, parameters, strict=True)]
 
         def run() -> ptxrun.Result:
-            return module.launch(
-                name, grid, threads, values, config.shared_bytes, regions=ALLOCATOR.live(), touched=1
-            )
+            options = {"regions": ALLOCATOR.live(), "touched": 1}
+            return module.launch(name, grid, threads, values, config.shared_bytes, **options)
 
-        before = order.current_stream()
-        order.set_stream(stream)
         try:
-            launches.launch(name, run, [])
+            with stream:
+                launches.launch(name, run, [])
         except order.OrderFault as fault:
             ALLOCATOR.problems.append(str(fault))
-        finally:
-            order.set_stream(before)
 
     # ------------------------------------------------------------------------------------------ copies
 
@@ -262,9 +251,8 @@ class Runtime:
             raise Refused(CudaError.HOST_MEMORY_NOT_REGISTERED)
         late = shadows.not_ordered_before_reuse(block.shadow, None)
         if late is not None:
-            ALLOCATOR.problems.append(
-                f"memory was unregistered at {order.place()}, and {late} may still use it"
-            )
+            where = f"memory was unregistered at {order.place()}"
+            ALLOCATOR.problems.append(f"{where}, and {late} may still use it")
 
 
 RUNTIME = Runtime()

@@ -75,32 +75,18 @@ def _granules(
 def access(
     shadow: Shadow, tensor: torch.Tensor, stream: Stream | None, epoch: int, *, write: bool, rows: Any = None
 ) -> None:
-    """An operation reads or writes a tensor of a block, or some of its rows.
-
-    Raises
-    ------
-    OrderFault
-    """
+    """An operation reads or writes a tensor of a block, or some of its rows; may raise `OrderFault`."""
     if tensor.numel():
         _access(shadow, lambda: _granules(shadow, tensor, rows), stream, epoch, write)
 
 
 def access_bytes(
-    shadow: Shadow,
-    start: int,
-    size_bytes: int,
-    stream: Stream | None,
-    epoch: int,
-    *,
-    write: bool,
-    early: bool = False,
-) -> None:
+    shadow: Shadow, start: int, size_bytes: int, stream: Stream | None, epoch: int, *,
+    write: bool, early: bool = False,
+) -> None:  # fmt: skip
     """A kernel or a copy reads or writes bytes of a block; as `access`.
 
-    Parameters
-    ----------
-    early : bool
-        The access may come before earlier operations of the stream: it is ordered after the host only.
+    An `early` one may come before earlier operations of the stream: it is ordered after the host only.
     """
     part = slice(start // shadow.granule_bytes, -(-(start + size_bytes) // shadow.granule_bytes))
     _access(shadow, lambda: lambda array: array[part], stream, epoch, write, early)
@@ -151,9 +137,7 @@ def _check(epochs: np.ndarray, clock: dict[int, int], doing: str, did: str) -> N
     for epoch in (lowest,) if lowest == highest else _different(epochs):
         agent, tick, where = EPOCHS[epoch]
         if epoch and clock.get(agent, 0) < tick:
-            other = (
-                "the host" if agent == HOST else repr(next(s for s in STREAMS.values() if s.agent == agent))
-            )
+            other = next((repr(s) for s in STREAMS.values() if s.agent == agent), "the host")
             raise OrderFault(f"{place()} {doing} {where} {did} on {other}; nothing orders the two on a GPU")
 
 
@@ -173,12 +157,8 @@ def not_ordered_before_reuse(
         join(clock, ordered)
     safe = {HOST if owner is None else owner.agent, HOST, *(stream.agent for stream in recorded)}
     arrays = [shadow.written, *shadow.read.values()] if shadow.written is not None else []
-    epochs = (
-        {epoch for array in arrays for epoch in _different(array)}
-        if arrays
-        else {shadow.last_write, shadow.last_read}
-    )
-    for epoch in epochs:
+    epochs = {epoch for array in arrays for epoch in _different(array)}
+    for epoch in epochs if arrays else {shadow.last_write, shadow.last_read}:
         agent, tick, where = EPOCHS[epoch]
         if epoch and agent not in safe and clock.get(agent, 0) < tick:
             return where

@@ -49,11 +49,8 @@ def run(on_device, tmp_path_factory):
         folder = tmp_path_factory.mktemp("run")
         options = {"kv_cache_layout": "fp4_fp8_rope", **options}
         if faults is not None:
-            options |= {
-                "enable_metrics": True,
-                "kv_error_sample": "64",
-                "cuda_graph_backend_decode": "disabled",
-            }
+            options |= {"enable_metrics": True, "kv_error_sample": "64"}
+            options |= {"cuda_graph_backend_decode": "disabled"}
             code += f"\nimport os; os.environ['PROMETHEUS_MULTIPROC_DIR'] = {str(folder)!r}"
             code += f"\nfrom error_oracle import plant; plant({str(folder / 'values')!r}, **{faults!r})"
         code += "\nfrom emulated_cuda import model_engine\n"
@@ -107,9 +104,7 @@ def test_faults_of_sglang_with_deepseek_v3(run):
     done, *_ = run(RACE, **WITHOUT)
     assert done.returncode != 0
     assert "in forward_normal_dual_stream" in done.stderr
-    race = (
-        r"OrderFault: quantization/unquant\.py:\d+ reads on .* what _moe_sum_reduce_kernel .* wrote on stream"
-    )
-    assert re.search(race, done.stderr)
+    race = r"quantization/unquant\.py:\d+ reads on .* what _moe_sum_reduce_kernel .* wrote on stream"
+    assert re.search(f"OrderFault: {race}", done.stderr)
     for line in re.findall("^.*FAULT (.*)$", done.stderr, re.M):
         assert re.search(r"allocated at norm/__init__\.py:\d+ was freed at models/deepseek_v2\.py", line)

@@ -154,13 +154,10 @@ def test_ranks_that_share_a_prefix_pool(on_device, name):
     """Tokens and hits are those of one process; SGLang's allocator and tree count two tokens for a row."""
     layout, options = RANKS[name]
     rows = byte_engine.DEVICE_TOKENS // 2
-    found = run(
-        *(on_device, "cuda", layout, {"dcp_size": 2, "max_total_tokens": rows, **options}),
-        KVPOOL_PREFILL_READS_ROWS="0",
-        RANK_1_FAULTS=os.devnull,
-        SGLANG_NCCL_SO_PATH=os.devnull,
-        SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS="1",
-    )
+    names = dict.fromkeys(("RANK_1_FAULTS", "SGLANG_NCCL_SO_PATH"), os.devnull)
+    names |= {"KVPOOL_PREFILL_READS_ROWS": "0", "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
+    options = {"dcp_size": 2, "max_total_tokens": rows, **options}
+    found = run(on_device, "cuda", layout, options, **names)
     assert tokens(found["first"]) == tokens(found["batch"]) == golden_tokens(layout)
     assert (found["aborted"], tokens([found["after"]])) == ("abort", golden_tokens(layout)[2:])
     check_hits(found)

@@ -8,8 +8,8 @@ import numpy as np
 import ptxrun
 import pytest
 import torch
-from engine_cases import CONVERSIONS, LAYERS, device_pool, round_trip, slots_of
-from test_transfer_gpu import pinned, tools
+from engine_cases import CONVERSIONS, LAYERS, device_pool, slots_of
+from test_transfer_gpu import DEVICE, comes_back, pinned, stream, tools  # noqa: F401 (a fixture)
 
 pytest.importorskip("emulated_cuda.operators")
 
@@ -24,7 +24,6 @@ from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer, packed_view
 
 pytestmark = [pytest.mark.gpu, pytest.mark.quick]
-DEVICE = torch.device("cuda", 0)
 #: Bytes of a word, by its type's name in the names of copy kernels.
 WORDS = {"NS_7Bytes16E": 16, "NS_6Bytes8E": 8, "j": 4, "h": 1}
 
@@ -50,17 +49,8 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.fixture
-def stream():
-    with torch.cuda.stream(torch.cuda.Stream()) as made:
-        yield made
-
-
 def there_and_back(own, other):
-    round_trip(
-        "staged", own, other, "layer_major", 2,
-        device=DEVICE, make_tools=tools(DEVICE), finish=torch.cuda.synchronize, make_host=pinned,
-    )  # fmt: skip
+    comes_back("staged", own, other, "layer_major", 2)
 
 
 #: Arrangement and page size of copy runs of one row, which are 1, 3, 5 or 7 words, so that most lanes of a
@@ -88,18 +78,15 @@ def test_words_of_every_width(row_bytes, word_bytes, engine, run, launched):
         before.append(torch.randint(0, 256, layer.shape, dtype=torch.uint8, generator=generator))
         layer.copy_(before[-1])
     expected = memory.clone().view(pages + 2, LAYERS, page_size, row_bytes)
-    there = GPU_ENGINES[engine](
-        TransferPlan(caches, host, "kv"), tools(DEVICE)(group.bytes_per_page, memory), True
-    )
+    given = group.bytes_per_page, memory
+    there = GPU_ENGINES[engine](TransferPlan(caches, host, "kv"), tools(*given), True)
     slots, numbers = slots_of([5, 0, 3], page_size, DEVICE), np.array([1, 7, 4])
     there.copy(Transfer(numbers, slots, to_host=True))
     torch.cuda.synchronize()
     for i, layer in enumerate(before):
         expected[numbers, i] = layer[[5, 0, 3]]
     assert torch.equal(memory.view(expected.shape), expected)
-    back = GPU_ENGINES[engine](
-        TransferPlan(host, caches, "kv"), tools(DEVICE)(group.bytes_per_page, memory), False
-    )
+    back = GPU_ENGINES[engine](TransferPlan(host, caches, "kv"), tools(*given), False)
     load = Transfer(numbers, slots_of([2, 4, 5], page_size, DEVICE), to_host=False)
     for part in range(LAYERS):
         back.copy(load, part)

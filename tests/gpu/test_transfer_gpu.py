@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import itertools
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -23,23 +22,13 @@ pytestmark = pytest.mark.gpu
 PAGE_SIZES = [1, 2, 61, 64]
 
 
-@pytest.fixture
-def device():
-    return torch.device("cuda", torch.cuda.current_device())
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def comes_back(device, stream):
-    """`round_trip` over pinned memory."""
-    return partial(
-        round_trip, device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned
-    )
-
-
-@pytest.fixture
-def stream(device):
+def stream():
     """Transfers never run on the default stream, which batches of copies refuse."""
-    made = torch.cuda.Stream(device)
+    made = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(made):
         yield made
     made.synchronize()
@@ -49,11 +38,14 @@ def pinned(pages, page_bytes):
     return torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def tools(device):
-    def make(page_bytes, host):
-        return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()))
+def tools(page_bytes, host, *chunks):
+    return EngineTools(gpu_calls(), DEVICE, PageBuffer(page_bytes, DEVICE, gpu_calls()), *chunks)
 
-    return make
+
+def comes_back(*case, make_tools=tools, make_host=pinned, **more):
+    """`round_trip`, by default over pinned memory."""
+    more |= {"make_tools": make_tools, "make_host": make_host}
+    round_trip(*case, device=DEVICE, finish=torch.cuda.synchronize, **more)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +59,7 @@ def tools(device):
         ],
     ),
 )
-def test_every_bit_comes_back(comes_back, layout, arrangement, page_size, engine):
+def test_every_bit_comes_back(stream, layout, arrangement, page_size, engine):
     comes_back(engine, layout, layout, arrangement, page_size)
 
 
@@ -83,21 +75,21 @@ NARROWER = [
 @pytest.mark.parametrize(
     ("own", "other", "arrangement", "page_size", "engine"), quick(NARROWER, NARROWER[2::25])
 )
-def test_narrow_rows_are_the_references(comes_back, own, other, arrangement, page_size, engine):
+def test_narrow_rows_are_the_references(stream, own, other, arrangement, page_size, engine):
     comes_back(engine, own, other, arrangement, page_size)
 
 
 @pytest.mark.parametrize("engine", ["staged", "kernel"])
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (384, 64), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), CONVERSIONS)
-def test_warps_with_idle_lanes(comes_back, own, other, geometry, engine):
+def test_warps_with_idle_lanes(stream, own, other, geometry, engine):
     """Latents of fewer than 32 blocks, of more, and of a number that is not a multiple of 32."""
     comes_back(engine, own, other, "layer_major", 3, geometry=geometry)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["staged", "copy_engine"])
-def test_copies_keep_to_one_registration(device, stream, engine):
+def test_copies_keep_to_one_registration(stream, engine):
     """Host memory in chunks of three pages, each registered by itself, and lists of more pages in a row."""
     cudart = torch.cuda.cudart()
     registered, kept = [], []
@@ -115,15 +107,12 @@ def test_copies_keep_to_one_registration(device, stream, engine):
         return memory.view(pages, page_bytes)
 
     def make(page_bytes, host):
-        chunks = RegisteredChunks(host.data_ptr(), 3 * page_bytes)
-        return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()), chunks)
+        return tools(page_bytes, host, RegisteredChunks(host.data_ptr(), 3 * page_bytes))
 
     try:
         # 128 rows of fp4 in 7 layers: 91 pages of the operating system.
-        round_trip(
-            engine, "fp4", "fp4", "page_major", 128, lists=ADJACENT,
-            device=device, make_tools=make, finish=torch.cuda.synchronize, make_host=registered_in_chunks,
-        )  # fmt: skip
+        options = {"lists": ADJACENT, "make_tools": make, "make_host": registered_in_chunks}
+        comes_back(engine, "fp4", "fp4", "page_major", 128, **options)
     finally:
         torch.cuda.synchronize()
         for address in registered:
@@ -131,7 +120,7 @@ def test_copies_keep_to_one_registration(device, stream, engine):
 
 
 @pytest.mark.quick
-def test_a_failed_copy_is_carried_out_by_torch(device, stream):
+def test_a_failed_copy_is_carried_out_by_torch(stream):
     """A copy that CUDA refuses leaves no error for the next call.
 
     Copies on the legacy stream are refused. A bad address would not be refused when enqueued: a batch is
@@ -139,16 +128,12 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     """
     if not gpu_calls().has_batches():
         pytest.skip("single copies cannot be refused without breaking the CUDA context")
-    caches, on_device = device_pool("layer_major", 5, 2, 416, device)
+    caches, on_device = device_pool("layer_major", 5, 2, 416, DEVICE)
     (group,) = caches.groups
     memory = pinned(6, group.bytes_per_page)
     host = packed_view(memory, group)
-    shared = tools(device)(group.bytes_per_page, memory)
-    channel = TransferChannel(
-        TransferPlan(caches, host, "kv"),
-        "to_host",
-        lambda plan: GPU_ENGINES["copy_engine"](plan, shared, True),
-    )
+    shared, plan = tools(group.bytes_per_page, memory), TransferPlan(caches, host, "kv")
+    channel = TransferChannel(plan, "to_host", lambda plan: GPU_ENGINES["copy_engine"](plan, shared, True))
     for layer in on_device:
         layer.fill_(5)
     calls = gpu_calls()
@@ -166,15 +151,14 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
             calls.copy_pages(*arguments[:-1], 0)
 
     channel.engine.tools = dataclasses.replace(shared, calls=Refused())
-    lists = (np.array([4, 0]), slots_of([1, 3], 2, device))
-    before = channel.engine.tools.calls.refused
+    lists = (np.array([4, 0]), slots_of([1, 3], 2, DEVICE))
     memory.fill_(0)
     channel.run(Transfer(*lists, to_host=True))
     torch.cuda.synchronize()
-    assert channel.engine.tools.calls.refused == before + 1
+    assert Refused.refused == 1
     assert (memory[[4, 0]] == 5).all()
     assert not memory[[1, 2, 3, 5]].any()
-    torch.zeros(1, device=device).add_(1).item()  # the CUDA context is intact
+    torch.zeros(1, device=DEVICE).add_(1).item()  # the CUDA context is intact
     # And the engine is used again.
     channel.engine.tools = shared
     memory.fill_(0)
