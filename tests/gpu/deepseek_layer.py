@@ -19,29 +19,19 @@ def build_layer(layer_id):
     rotary._is_cpu = True  # otherwise it looks for vLLM's kernel, unused on CUDA for 64 rope values
     try:
         layer = DeepseekV2AttentionMLA(
-            config,
-            hidden_size=HIDDEN,
-            num_heads=HEADS,
-            qk_nope_head_dim=NOPE,
-            qk_rope_head_dim=ROPE,
-            v_head_dim=V_DIM,
-            q_lora_rank=Q_RANK,
-            kv_lora_rank=RANK,
-            rope_scaling=dict(yarn),
-            layer_id=layer_id,
-            reduce_results=False,
-        )
+            config, hidden_size=HIDDEN, num_heads=HEADS, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            v_head_dim=V_DIM, q_lora_rank=Q_RANK, kv_lora_rank=RANK, rope_scaling=dict(yarn),
+            layer_id=layer_id, reduce_results=False,
+        )  # fmt: skip
     finally:
         torch.set_default_dtype(default)
         rotary._is_cpu = rope_is_cpu
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-                parameter.copy_(values)
-            else:
-                parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+            values = torch.randn(parameter.shape, generator=generator)
+            is_matrix = parameter.dim() > 1
+            parameter.copy_(values / parameter.shape[-1] ** 0.5 if is_matrix else 1 + 0.1 * values)
     weights = layer.kv_b_proj.weight.data.unflatten(0, (-1, NOPE + V_DIM))
     w_kc, w_vc = weights.split([NOPE, V_DIM], dim=1)  # as in deepseek_weight_loader.post_load_weights
     layer.w_kc = w_kc.transpose(1, 2).contiguous().transpose(1, 2)

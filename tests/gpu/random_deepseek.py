@@ -33,14 +33,10 @@ SPARSE = {
     "deepseek_v32": {**ALL_EXPERTS, "num_attention_heads": 16, "index_n_heads": 64},
     # Its indexer rotates interleaved pairs, for which SGLang has other, fused kernels.
     "glm5": {
-        **ALL_EXPERTS,
-        "num_attention_heads": 64,
-        "index_n_heads": 32,
-        "indexer_rope_interleave": True,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
+        **ALL_EXPERTS, "num_attention_heads": 64, "index_n_heads": 32, "indexer_rope_interleave": True,
+        "qk_nope_head_dim": 192, "v_head_dim": 256,
     },
-}
+}  # fmt: skip
 SHAPES = {**DENSE, **SPARSE}
 #: Prefix of transformers' configuration and model.
 CLASSES = {"deepseek_v32": "DeepseekV32", "glm5": "GlmMoeDsa"}
@@ -50,9 +46,7 @@ PUBLISHED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noa
 UNPUBLISHED = ("layer_types", "mlp_layer_types")
 #: As llm-compressor writes it where it quantises nothing but rows.
 ONLY_K_SCALES = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {},
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
     "ignore": ["re:.*"],
     "kv_cache_scheme": {
         "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
@@ -69,22 +63,11 @@ def config_of(shape: str, **changed):
         differing |= {"index_topk": INDEX_TOPK, "index_head_dim": 128}
     differing |= changed
     return getattr(transformers, f"{CLASSES.get(shape, 'DeepseekV3')}Config")(
-        **differing,
-        num_key_value_heads=differing["num_attention_heads"],
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        n_shared_experts=1,
-        kv_lora_rank=512,
-        q_lora_rank=256,
-        qk_rope_head_dim=64,
-        first_k_dense_replace=1,
-        max_position_embeddings=8192,
-        num_nextn_predict_layers=1,
-        initializer_range=0.05,
-    )
+        **differing, num_key_value_heads=differing["num_attention_heads"], vocab_size=VOCAB, hidden_size=512,
+        intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=LAYERS, n_shared_experts=1,
+        kv_lora_rank=512, q_lora_rank=256, qk_rope_head_dim=64, first_k_dense_replace=1,
+        max_position_embeddings=8192, num_nextn_predict_layers=1, initializer_range=0.05,
+    )  # fmt: skip
 
 
 def write(folder: Path, shape: str, *, k_scales: Sequence[float] = (), **changed) -> Path:
@@ -107,11 +90,10 @@ def write(folder: Path, shape: str, *, k_scales: Sequence[float] = (), **changed
     last, extra = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
     draft = {extra + n.removeprefix(last): w.clone() for n, w in weights.items() if n.startswith(last)}
     hidden = config.hidden_size
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        draft[f"{extra}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     draft |= {
-        extra + "enorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-        extra + "hnorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
         extra + "eh_proj.weight": (torch.randn(hidden, 2 * hidden) * 0.05).bfloat16(),
-        extra + "shared_head.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
         extra + "shared_head.head.weight": weights["lm_head.weight"].clone(),
         extra + "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
     }

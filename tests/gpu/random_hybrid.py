@@ -27,106 +27,55 @@ _MLA_OUT_SCALE = 0.2
 #: 0-based ids of the layers with MLA: not the first layer, and not every second one.
 MLA_LAYERS = {"kimi_linear": (3, 5), "lightning": (2, 5), "bailing_v3": (2, 5)}
 #: Configuration keys that Kimi's and Bailing's models share.
-_MLA = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-}
 _COMMON = {
-    **_MLA,
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": HIDDEN,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "first_k_dense_replace": 1,
-    "num_experts": EXPERTS,
-    "num_shared_experts": 1,
-    "topk_group": 1,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": LAYERS,
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": HIDDEN, "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1, "num_experts": EXPERTS, "num_shared_experts": 1, "topk_group": 1,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "bfloat16",
     # Not among the tokens of the prompts.
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _KIMI = {
     **_COMMON,
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",
     # Of the published checkpoint; SGLang's linear attention always has it (kimi_linear.py:198).
     "rms_norm_eps": 1e-5,
-    "head_dim": 72,
-    "q_lora_rank": None,
     # q and k have the rope values, but these are not rotated.
     "mla_use_nope": True,
-    "num_experts_per_token": EXPERTS,
-    "num_expert_group": 1,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "use_grouped_topk": True,
-    "routed_scaling_factor": 2.446,
-    "num_nextn_predict_layers": 0,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "model_max_length": 8192,
-    "max_position_embeddings": 8192,
+    "head_dim": 72, "q_lora_rank": None, "num_experts_per_token": EXPERTS, "num_expert_group": 1,
+    "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True, "routed_scaling_factor": 2.446, "num_nextn_predict_layers": 0,
+    "rope_theta": 10000.0, "rope_scaling": None, "model_max_length": 8192, "max_position_embeddings": 8192,
     # Its layers are counted from one.
     "linear_attn_config": {
         "full_attn_layers": [layer + 1 for layer in MLA_LAYERS["kimi_linear"]],
         "kda_layers": [layer + 1 for layer in range(LAYERS) if layer not in MLA_LAYERS["kimi_linear"]],
-        "head_dim": 128,
-        "num_heads": 8,
-        "short_conv_kernel_size": 4,
+        "head_dim": 128, "num_heads": 8, "short_conv_kernel_size": 4,
     },
-}
+}  # fmt: skip
 _BAILING = {
     **_COMMON,
-    "model_type": "bailing_hybrid",
-    "head_dim": 128,
-    "q_lora_rank": 256,
-    "layer_group_size": 3,
-    "num_experts_per_tok": EXPERTS,
-    "n_group": 1,
-    "norm_topk_prob": True,
-    "moe_router_enable_expert_bias": True,
-    "score_function": "sigmoid",
-    "router_dtype": "fp32",
-    "routed_scaling_factor": 2.5,
-    "use_bias": False,
-    "use_qkv_bias": False,
-    "max_position_embeddings": 8192,
-    "rope_theta": 600000.0,
-    "rope_interleave": True,
-    "num_nextn_predict_layers": 1,
-}
+    "model_type": "bailing_hybrid", "head_dim": 128, "q_lora_rank": 256, "layer_group_size": 3,
+    "num_experts_per_tok": EXPERTS, "n_group": 1, "norm_topk_prob": True, "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "routed_scaling_factor": 2.5,
+    "use_bias": False, "use_qkv_bias": False, "max_position_embeddings": 8192, "rope_theta": 600000.0,
+    "rope_interleave": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 CONFIGS = {
     "kimi_linear": _KIMI,
     "lightning": {
         **_BAILING,
-        "architectures": ["BailingMoeV2_5ForCausalLM"],
-        "use_qk_norm": True,
-        "partial_rotary_factor": 0.5,
-        "group_norm_size": 4,
-        "linear_silu": False,
-        "rope_scaling": None,
+        "architectures": ["BailingMoeV2_5ForCausalLM"], "use_qk_norm": True, "partial_rotary_factor": 0.5,
+        "group_norm_size": 4, "linear_silu": False, "rope_scaling": None,
     },
     "bailing_v3": {
         **_BAILING,
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "short_conv_kernel_size": 4,
-        "no_kda_lora": True,
-        "kda_safe_gate": True,
-        "kda_lower_bound": -5.0,
+        "architectures": ["BailingMoeV3ForCausalLM"], "short_conv_kernel_size": 4, "no_kda_lora": True,
+        "kda_safe_gate": True, "kda_lower_bound": -5.0,
         "gated_attention_proj_granularity_type": "element_wise",
     },
-}
+}  # fmt: skip
 
 
 def write(folder: Path, shape: str) -> Path:
