@@ -60,6 +60,9 @@ def _memory_info(device: Any = None) -> tuple[int, int]:
     return TOTAL_BYTES - (1 << 30) - ALLOCATOR.allocated_bytes, TOTAL_BYTES
 
 
+_OF_ORDER = ("Stream", "Event", "current_stream", "default_stream", "set_stream")
+
+
 def _nothing() -> Any:
     """A function that does nothing, a new one each time: torch._dynamo has a table of torch's functions."""
     return lambda *args, **options: None
@@ -79,11 +82,7 @@ def install() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: PROPERTIES.name,
         "get_device_properties": lambda device=None: PROPERTIES,
-        "Stream": order.Stream,
-        "Event": order.Event,
-        "current_stream": order.current_stream,
-        "default_stream": order.default_stream,
-        "set_stream": order.set_stream,
+        **{name: getattr(order, name) for name in _OF_ORDER},
         "stream": StreamContext,
         "StreamContext": StreamContext,
         "synchronize": lambda device=None: order.synchronize(),
@@ -118,9 +117,7 @@ def _install_tensors() -> None:
             device = next((mode.device for mode in modes if isinstance(mode, DefaultDevice)), None)
         return out.to(device) if device is not None else out
 
-    def tensor(
-        data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **options: Any
-    ) -> torch.Tensor:
+    def tensor(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
         out = real_tensor(data.cpu() if isinstance(data, CudaTensor) else data, *args, **options)
         out = out.pin_memory() if pin_memory else out
         return placed(out, device)
@@ -140,10 +137,8 @@ def _install_tensors() -> None:
             return real_to(self, *args, **options)
         options.pop("copy", None)
         _, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
-        device = torch.device("cuda", 0)
-        return torch.ops.aten._to_copy.default(
-            self, dtype=dtype or self.dtype, device=device, non_blocking=non_blocking
-        )
+        options = {"dtype": dtype or self.dtype, "device": torch.device("cuda", 0)}
+        return torch.ops.aten._to_copy.default(self, **options, non_blocking=non_blocking)
 
     def tolist(self: torch.Tensor) -> Any:
         if ALLOCATOR.is_pinned(self):  # torch reads memory of the host without an operator

@@ -208,6 +208,13 @@ def _plan(int_workspace: torch.Tensor, pinned: torch.Tensor, *parts: torch.Tenso
     return [len(numbers)]
 
 
+def _masked(scores: torch.Tensor) -> torch.Tensor:
+    """Scores `[heads, queries, keys]` of the last positions, without later keys."""
+    queries, count = scores.shape[1:]
+    position = torch.arange(queries) + count - queries
+    return scores.masked_fill(torch.arange(count) > position[:, None], float("-inf"))
+
+
 class CompiledMla:
     """FlashInfer's module of MLA kernels: arguments are checked, attention is computed in torch."""
 
@@ -239,9 +246,7 @@ class CompiledMla:
                 latent, rope = ckv[rows, 0].float(), kpe[rows, 0].float()
                 scores = torch.einsum("qhd,kd->hqk", q_nope[first:last].float(), latent)
                 scores = (scores + torch.einsum("qhd,kd->hqk", q_pe[first:last].float(), rope)) * scale
-                if causal:
-                    position = torch.arange(last - first) + len(rows) - (last - first)
-                    scores = scores.masked_fill(torch.arange(len(rows)) > position[:, None], float("-inf"))
+                scores = _masked(scores) if causal else scores
                 out[first:last] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), latent).to(out.dtype)
 
         arguments = [int_workspace.view(torch.int32)[: plan[0]], q_nope, q_pe, ckv, kpe, kv_indices, out]
@@ -268,11 +273,8 @@ class CompiledRagged:
                 own = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
                 keys = slice(int(kv_indptr[request]), int(kv_indptr[request + 1]))
                 scores = torch.einsum("qhd,khd->hqk", q[own].float(), k[keys].float()) * scale
-                queries, count = scores.shape[1:]
-                if causal:
-                    position = torch.arange(queries) + count - queries
-                    scores = scores.masked_fill(torch.arange(count) > position[:, None], float("-inf"))
-                weights = scores.softmax(-1) if count else scores
+                scores = _masked(scores) if causal else scores
+                weights = scores.softmax(-1) if scores.shape[2] else scores
                 out[own] = torch.einsum("hqk,khd->qhd", weights, v[keys].float()).to(out.dtype)
                 if lse is not None:
                     lse[own] = (scores.logsumexp(-1) / math.log(2)).T

@@ -24,6 +24,11 @@ from sgl_kvpool.srt.attention.decode_verify import DecodeBatch, KVLens
 pytestmark = [pytest.mark.gpu, pytest.mark.quick]
 
 
+def case_and_model():
+    publish_one_rank()
+    return Case("fp4", *LENGTHS["DECODE"]), Model()
+
+
 def runner_of(case, model, requests=(4,)):
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -33,8 +38,7 @@ def runner_of(case, model, requests=(4,)):
 @pytest.fixture(scope="module")
 def captured():
     """A case, its model, and the runner that captured a graph for four requests."""
-    publish_one_rank()
-    case, model = Case("fp4", *LENGTHS["DECODE"]), Model()
+    case, model = case_and_model()
     return case, model, runner_of(case, model)
 
 
@@ -82,11 +86,10 @@ def test_a_host_read_in_a_capture(monkeypatch):
         self.longest = int(few.kv_lens.max())
 
     monkeypatch.setattr(KVLens, "fill", with_read)
-    publish_one_rank()
-    case = Case("fp4", *LENGTHS["DECODE"])
+    case, model = case_and_model()
     # SGLang raises what it catches as an Exception with its advice.
     with pytest.raises(Exception, match=r"test_graph_mutants\.py.*not permitted when stream is capturing"):
-        runner_of(case, Model(), requests=(1,))
+        runner_of(case, model, requests=(1,))
 
 
 def test_counts_baked_at_capture(monkeypatch):
@@ -98,8 +101,7 @@ def test_counts_baked_at_capture(monkeypatch):
         kept.append(torch.tensor(few.kv_lens.tolist(), device="cuda"))
         return replace(few, kv_lens=kept[-1])
 
-    publish_one_rank()
-    case, model = Case("fp4", *LENGTHS["DECODE"]), Model()
+    case, model = case_and_model()
     with monkeypatch.context() as patch:
         patch.setattr(KVLens, "of", baked)
         runner = runner_of(case, model)

@@ -10,6 +10,7 @@ import torch
 
 from emulated_cuda import test_models
 from emulated_cuda.conftest import said
+from emulated_cuda.copying_engine import DRAFTS
 from emulated_cuda.model_engine import tokens
 from emulated_cuda.test_models import checkpoint, oracle  # noqa: F401 (fixtures)
 
@@ -98,10 +99,7 @@ COPIES = {
 }  # fmt: skip
 #: Shape -> environment, changes of the checkpoint, options.
 SERVERS = {
-    DENSE: (READS_ROWS, {}, {
-        "chunked_prefill_size": COPIED_CHUNK, "speculative_algorithm": "EAGLE", "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
-    }),
+    DENSE: (READS_ROWS, {}, {"chunked_prefill_size": COPIED_CHUNK, **DRAFTS}),
     SPARSE: (
         {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"},
         {"index_topk": SELECTED, "lists_differ": True}, {},

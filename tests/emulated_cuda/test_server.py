@@ -9,6 +9,7 @@ from pathlib import Path
 import forks
 import pytest
 from codec_oracle import LAYOUTS
+from engine_cases import quick
 
 from emulated_cuda import byte_engine
 from emulated_cuda.conftest import MODULES, environment, said
@@ -20,9 +21,7 @@ GOLDENS = json.loads((ENGINE / "goldens.json").read_text())
 NEW = byte_engine.GREEDY["max_new_tokens"]
 #: Tokens of the whole pages of the third prompt that can be found; its last token is always computed.
 LONG = (len(GOLDENS["prompts"][2]) - 1) // byte_engine.PAGE_SIZE * byte_engine.PAGE_SIZE
-PARAMETERS = [
-    pytest.param(layout, marks=[pytest.mark.quick] if layout == "fp4" else []) for layout in LAYOUTS
-]
+PARAMETERS = quick([(layout,) for layout in LAYOUTS], [("fp4",)])
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +146,7 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.quick] if n == "two" else []) for n in RANKS]
-)
+@pytest.mark.parametrize("name", quick([(name,) for name in RANKS], [("two",)]))
 def test_ranks_that_share_a_prefix_pool(on_device, name):
     """Tokens and hits are those of one process; SGLang's allocator and tree count two tokens for a row."""
     layout, options = RANKS[name]

@@ -34,11 +34,8 @@ def there_and_back(ranks, layout, host, device):
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
-    options = HostTierOptions(host, sharing="node")
-    pool = device_pool(
-        layout, page_size=PAGE_SIZE, pages=PAGES, layers=LAYERS, start_layer=0, device=device,
-        host_tier=options,
-    )  # fmt: skip
+    options = {"device": device, "host_tier": HostTierOptions(host, sharing="node"), "start_layer": 0}
+    pool = device_pool(layout, page_size=PAGE_SIZE, pages=PAGES, layers=LAYERS, **options)
     tier = HierarchicalMLAHostPool(pool, 1.0, 0, PAGE_SIZE, "page_first", node_ranks=ranks)
     tokens = (PAGES - 1) * PAGE_SIZE
     slots = torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE, device=device)

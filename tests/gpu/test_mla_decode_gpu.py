@@ -14,6 +14,8 @@ from sgl_kvpool.attention.decode_config import decode_kernel_of, tile_config
 
 pytestmark = pytest.mark.gpu
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+#: Rank, rope values and heads.
+GEOMETRIES = ((256, 64, 5), (128, 0, 5), (384, 64, 5), (512, 0, 5), (512, 0, 64))
 VERIFY = ((66, 67, 68), (129, 2, 131), (0, 0, 1))
 
 
@@ -67,14 +69,7 @@ def test_heads_and_long_lists(layout, heads):
 
 @pytest.mark.parametrize(
     ("layout", "rank", "rope", "heads"),
-    quick(
-        [
-            (layout, *rest)
-            for layout in oracle.LAYOUTS
-            for rest in ((256, 64, 5), (128, 0, 5), (384, 64, 5), (512, 0, 5), (512, 0, 64))
-        ],
-        [("fp4", 512, 0, 64)],
-    ),
+    quick([(layout, *one) for layout in oracle.LAYOUTS for one in GEOMETRIES], [("fp4", 512, 0, 64)]),
 )
 def test_geometries(layout, rank, rope, heads):
     case = make_case(layout, rank=rank, rope=rope, heads=heads, counts=VERIFY, seed=3)

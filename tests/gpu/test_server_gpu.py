@@ -307,14 +307,9 @@ def test_rows_are_close_to_rows_of_bf16(shape, name, exact, answers):
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        ("deepseek_v3", "fp4"),
-        ("deepseek_v3", "fp8-k_scales"),
-        ("kimi_k2", "fp4"),
-        ("deepseek_v32", "fp4-mixed"),
-        ("glm5", "fp4"),
-        ("kimi_linear", "fp4"),
-        ("kimi_linear", "fp4-no_buffer"),
-        ("lightning", "fp4"),
+        *(("deepseek_v3", name) for name in ("fp4", "fp8-k_scales")),
+        *(("deepseek_v32", "fp4-mixed"), ("kimi_linear", "fp4-no_buffer")),
+        *((shape, "fp4") for shape in ("kimi_k2", "glm5", "kimi_linear", "lightning")),
     ],
 )
 def test_a_batch_with_prefix_hits_says_what_single_requests_said(shape, name, answers):
