@@ -60,14 +60,11 @@ def _abort(scheduler, batch):
 CHANGES = {"zero rows of drafts": _zero_rows_of_drafts, "zero index keys": _zero_keys, "abort": _abort}
 
 
-def _evict(scheduler):
+def _evict_and_clear(scheduler):
     """Push everything out to the host."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     scheduler.tree_cache.evict(EvictParams(num_tokens=1 << 20))
-
-
-def _clear(scheduler):
     for pool in _pools(scheduler):
         for buffer in (*pool.kv_buffer, *pool.index_pages):
             buffer.zero_()
@@ -123,8 +120,7 @@ def install(flag):
         before, _, change = own.read_text().partition(",")
         if requests and before == "evict":
             torch.cuda.synchronize()
-            _evict(self)
-            _clear(self)
+            _evict_and_clear(self)
             torch.cuda.synchronize()
             own.write_text("," + change)
         return receive(self, requests)
@@ -152,12 +148,12 @@ def main(model, flag, phases, lengths=(SHARED, OWN), **options):
     import sglang
 
     engine = sglang.Engine(model_path=model, device="cuda", **COMMON | DRAFTS | options)
-    answers, parameters = {}, {"temperature": 0, "ignore_eos": True}
+    answers = {}
     for name, before, change, count in phases:
         began = time.monotonic()
         for each in flags:
             each.write_text(f"{before},{change}")
-        sampling = {**parameters, "max_new_tokens": count}
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": count}
         answers[name] = engine.generate(input_ids=prompts(*lengths), sampling_params=sampling)
         found = [(a["output_ids"], a["meta_info"].get("spec_accept_length")) for a in answers[name]]
         print("answered", name, round(time.monotonic() - began, 1), found, file=sys.stderr, flush=True)

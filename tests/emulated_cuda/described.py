@@ -21,18 +21,9 @@ PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 
 
-class StreamContext(contextlib.AbstractContextManager):
+def _stream_context(stream: order.Stream | None) -> contextlib.AbstractContextManager[Any]:
     """As `torch.cuda.StreamContext`; None changes nothing."""
-
-    def __init__(self, stream: order.Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> order.Stream | None:
-        return None if self.stream is None else self.stream.__enter__()
-
-    def __exit__(self, *args: object) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*args)
+    return contextlib.nullcontext() if stream is None else stream
 
 
 def _set_device(device: Any) -> None:
@@ -83,8 +74,8 @@ def install() -> None:
         "get_device_name": lambda device=None: PROPERTIES.name,
         "get_device_properties": lambda device=None: PROPERTIES,
         **{name: getattr(order, name) for name in _OF_ORDER},
-        "stream": StreamContext,
-        "StreamContext": StreamContext,
+        "stream": _stream_context,
+        "StreamContext": _stream_context,
         "synchronize": lambda device=None: order.synchronize(),
         "_sleep": order.sleep,
         "cudart": runtime.TorchCudart,

@@ -8,6 +8,7 @@ the stream of the replay or on a branch of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -189,10 +190,8 @@ class CUDAGraph:
         pass
 
 
-_pools = 0
+_pools = itertools.count(1)
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    global _pools
-    _pools += 1
-    return (0, _pools)
+    return (0, next(_pools))

@@ -65,13 +65,9 @@ def main(model, questions, **options):
     engine = sglang.Engine(model_path=model, device="cuda", **COMMON | options)
     answers = {}
     for name, ids, count, first in questions:
-        answers[name] = engine.generate(
-            input_ids=ids,
-            sampling_params={"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
-            return_logprob=True,
-            top_logprobs_num=20,
-            logprob_start_len=first,
-        )
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        scored = {"return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": first}
+        answers[name] = engine.generate(input_ids=ids, sampling_params=sampling, **scored)
         print("answered", name, file=sys.stderr, flush=True)
     answers["info"] = {name: str(value) for name, value in engine.get_server_info().items()}
     engine.shutdown()

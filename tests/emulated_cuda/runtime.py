@@ -231,7 +231,7 @@ class Runtime:
         return errors.taken()
 
     def cudaGetErrorString(self, error: int) -> int:
-        return _text(CudaError(error).name)
+        return ctypes.addressof(_text(CudaError(error).name))
 
     # ------------------------------------------------------------------------------ registered memory
 
@@ -305,12 +305,8 @@ def _store(at: int, handle: int) -> None:
 
 
 @functools.cache
-def _kept_text(text: str) -> Any:
+def _text(text: str) -> Any:
     return ctypes.create_string_buffer(text.encode())
-
-
-def _text(text: str) -> int:
-    return ctypes.addressof(_kept_text(text))
 
 
 def transfer_ptx() -> str:

@@ -36,9 +36,10 @@ class Shadow:
         return self.read[agent]
 
 
-def _granules(
-    shadow: Shadow, tensor: torch.Tensor, rows: np.ndarray | None
-) -> Callable[[np.ndarray], np.ndarray]:
+Part = Callable[[np.ndarray], np.ndarray]  # of a shadow's array
+
+
+def _granules(shadow: Shadow, tensor: torch.Tensor, rows: np.ndarray | None) -> Part:
     """A function that gives the part of a shadow's array that belongs to a tensor, or to some of its rows."""
     size, item = shadow.granule_bytes, tensor.element_size()
     start, run = tensor.storage_offset() * item, item
@@ -77,7 +78,7 @@ def access(
 ) -> None:
     """An operation reads or writes a tensor of a block, or some of its rows; may raise `OrderFault`."""
     if tensor.numel():
-        _access(shadow, lambda: _granules(shadow, tensor, rows), stream, epoch, write)
+        _access(shadow, lambda: _granules(shadow, tensor, rows), stream, epoch, write, early=False)
 
 
 def access_bytes(
@@ -93,22 +94,14 @@ def access_bytes(
 
 
 def _access(
-    shadow: Shadow,
-    find: Callable[[], Callable[[np.ndarray], np.ndarray]],
-    stream: Stream | None,
-    epoch: int,
-    write: bool,
-    early: bool = False,
+    shadow: Shadow, find: Callable[[], Part], stream: Stream | None, epoch: int, write: bool, early: bool
 ) -> None:
     agent = HOST if stream is None else stream.agent
     clock = HOST_CLOCK if stream is None or early else stream.clock
     if shadow.written is None:
         if len(STREAMS) == 1 and shadow.agent in (None, agent) and not early:
             shadow.agent = agent
-            if write:
-                shadow.last_write = epoch
-            else:
-                shadow.last_read = epoch
+            setattr(shadow, "last_write" if write else "last_read", epoch)
             return
         shadow.split()
     part = find()
@@ -121,7 +114,7 @@ def _access(
     _set(shadow.written if write else shadow.readers(agent), part, epoch)
 
 
-def _set(array: np.ndarray, part: Callable[[np.ndarray], np.ndarray], epoch: int) -> None:
+def _set(array: np.ndarray, part: Part, epoch: int) -> None:
     found = part(array)
     if np.shares_memory(found, array):
         found[...] = epoch

@@ -182,12 +182,8 @@ def oracle(checkpoint, tmp_path_factory):
 
 def likeliest(answer, *parts):
     """Of each position of the prompt and of decoded tokens: (log-probability, token) of the likeliest 20."""
-    return [
-        [(p, token) for p, token, *_ in likely]
-        for part in parts
-        for likely in answer["meta_info"][f"{part}_top_logprobs"]
-        if likely
-    ]
+    found = [likely for part in parts for likely in answer["meta_info"][f"{part}_top_logprobs"]]
+    return [[(p, token) for p, token, *_ in likely] for likely in found if likely]
 
 
 def said(answer, part):
@@ -236,9 +232,8 @@ def distances(answers, oracle):
                 exact, rounded = ([x[cut] for x in wanted[dtype]] for dtype in ("float32", "bfloat16"))
                 own = [said(answer, part) for answer in one]
                 found[name][part] = mean_distance(own, exact), mean_distance(rounded, exact)
-                found[name][part, "each"] = [
-                    mean_distance([a], [b]) for a, b in zip(rounded, exact, strict=True)
-                ]
+                pairs = zip(rounded, exact, strict=True)
+                found[name][part, "each"] = [mean_distance([a], [b]) for a, b in pairs]
                 print(f"{name} {part}: %.4f from transformers, bfloat16 %.4f" % found[name][part])
         return found[name]
 

@@ -98,19 +98,15 @@ def test_store_and_gather(name, rank, rope, align, kind, index):
     slots = torch.randperm(slots_count)[:tokens].to(index)
     slots[::7] = -1
     wide = oracle.hard_rows(tokens, rank + rope + 48)
-    nope, keys = wide[:, 3 : rank + 3], wide[:, rank + 5 : rank + 5 + rope] if rope else None
     layers = 3 if kind == "layer" else 1
     base = torch.full((slots_count * layers * fmt.row_bytes,), FILL, dtype=torch.uint8)
     first = fmt.row_bytes if kind == "layer" else 0
     shape, strides = (slots_count, fmt.row_bytes), (layers * fmt.row_bytes, 1)
     device_base, device_wide = cuda(base), cuda(wide)
-    pool = base.as_strided(shape, strides, first)
-    device_pool = device_base.as_strided(shape, strides, first)
-    device_nope = device_wide[:, 3 : rank + 3]
-    device_keys = device_wide[:, rank + 5 : rank + 5 + rope] if rope else None
-
-    store_rows(device_pool, cuda(slots), device_nope, device_keys, fmt)
-    store_rows(pool, slots, nope, keys, fmt)
+    pool, device_pool = (memory.as_strided(shape, strides, first) for memory in (base, device_base))
+    for rows, numbers, values in ((device_pool, cuda(slots), device_wide), (pool, slots, wide)):
+        keys = values[:, rank + 5 : rank + 5 + rope] if rope else None
+        store_rows(rows, numbers, values[:, 3 : rank + 3], keys, fmt)
     oracle.assert_same_bytes(device_base.cpu(), base)  # what is between and around the rows too
 
     expected = gather_rows(pool, slots, fmt)

@@ -190,13 +190,10 @@ def draft_extend(layout, arrangement="layer_major"):
     as_eager(case, replayed(runner, batch, batch.spec_info.select_index), wanted)
 
 
-LAYER_MAJOR = [(layout, "layer_major") for layout in oracle.LAYOUTS]
+LAYOUTS = [*((layout, "layer_major") for layout in oracle.LAYOUTS), *(("fp4", one) for one in PLACED[1:])]
 
 
-@pytest.mark.parametrize(
-    ("layout", "arrangement"),
-    quick([*LAYER_MAJOR, *(("fp4", arrangement) for arrangement in PLACED[1:])], [("fp4", "layer_major")]),
-)
+@pytest.mark.parametrize(("layout", "arrangement"), quick(LAYOUTS, [("fp4", "layer_major")]))
 @pytest.mark.parametrize("run", [drafting, draft_extend])
 def test_drafts_of_every_layout_and_arrangement_in_a_graph(layout, arrangement, run):
     run(layout, arrangement)
