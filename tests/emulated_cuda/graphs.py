@@ -88,9 +88,7 @@ class Capture:
         if is_captured:
             self.streams.add(stream)
         elif stream in self.streams and is_needed:  # `cudaErrorStreamCaptureIsolation`
-            raise CaptureFault(
-                f"{order.place()}: {stream} is capturing, and waits for work that is not captured"
-            )
+            raise CaptureFault(f"{order.place()}: {stream} of a capture waits for work that is not captured")
         return is_captured
 
     def unjoined(self) -> list[order.Stream]:

@@ -73,9 +73,7 @@ class CudaTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def numpy(self, *args: Any, **options: Any) -> Any:
-        raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first."
-        )
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
     def pin_memory(self, *args: Any) -> torch.Tensor:
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")

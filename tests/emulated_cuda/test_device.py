@@ -240,9 +240,7 @@ def test_experts_are_those_of_the_kernel_they_replace(weighted, top_k):
     b = torch.randn(4, 64, 128, generator=draw).bfloat16().cuda()
     weights, block = torch.rand(chosen.shape, generator=draw).cuda(), 16
     order, experts, count = (torch.zeros(n, dtype=torch.int32) for n in (112, 7, 1))
-    model_operators.OPERATORS["sgl_kernel::moe_align_block_size"](
-        chosen, 5, block, order, experts, count, None
-    )
+    model_operators._moe_align(chosen, 5, block, order, experts, count, None)
     found = []
     for invoke in (kernels.invoke_fused_moe_kernel, kernels.invoke_fused_moe_kernel.__wrapped__):
         out = torch.full((*chosen.shape, 64), torch.nan, dtype=torch.bfloat16, device="cuda")

@@ -128,10 +128,8 @@ def test_log_probabilities_are_near_the_cpu_servers(answers, layout):
     """As near as two backends that read the same rows are in tests/engine."""
     found, wanted = answers(layout), answers(layout, "cpu")
     assert wanted["info"]["device"] == "cpu"
-    of_prompt = [
-        [p for p, *_ in each["prompt"]["meta_info"]["input_token_logprobs"][1:]] for each in (found, wanted)
-    ]
-    assert mean_distance(*of_prompt) < 0.02
+    prompts = (each["prompt"]["meta_info"]["input_token_logprobs"][1:] for each in (found, wanted))
+    assert mean_distance(*([p for p, *_ in prompt] for prompt in prompts)) < 0.02
     for one, other in zip(found["first"], wanted["first"], strict=True):
         assert one["output_ids"] == other["output_ids"]
         assert mean_distance(generated(one), generated(other)) < 0.02

@@ -21,13 +21,8 @@ def publish_one_rank(*, speculative=False, requests=(4,), prefill_tokens=(160,),
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
     if speculative:
-        more = {
-            "speculative_algorithm": "EAGLE",
-            "speculative_num_steps": DRAFT_TOKENS - 1,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": DRAFT_TOKENS,
-            **more,
-        }
+        counts = {"speculative_num_steps": DRAFT_TOKENS - 1, "speculative_num_draft_tokens": DRAFT_TOKENS}
+        more = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, **counts, **more}
     graphs = CudaGraphConfig(
         decode=PhaseConfig(backend="full", bs=list(requests), max_bs=max(requests)),
         prefill=PhaseConfig(backend="breakable", bs=list(prefill_tokens)),

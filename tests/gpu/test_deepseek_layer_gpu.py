@@ -202,11 +202,8 @@ def test_queries_that_are_scaled_by_their_position(layer):
 
     attention.let_sglang_scale_queries()
     layer.scaling_beta = 1.5
-    for step, mode, stored in (
-        (FIRST, "EXTEND", [0, 0]),
-        (SECOND, "EXTEND", SECOND[1]),
-        (DECODE, "DECODE", DECODE[0]),
-    ):
+    steps = (FIRST, "EXTEND", [0, 0]), (SECOND, "EXTEND", SECOND[1]), (DECODE, "DECODE", DECODE[0])
+    for step, mode, stored in steps:
         found, method = layer.run(mode, *step)
         assert method == "MLA"
         assert distance(found, layer.wanted(*step, stored)) < OUTPUT_ERROR

@@ -20,6 +20,9 @@ from sgl_kvpool.transfer.slots import Transfer, packed_view
 
 pytestmark = pytest.mark.gpu
 PAGE_SIZES = [1, 2, 61, 64]
+#: Engines that convert rows.
+KERNELS = ("staged", "kernel")
+ENGINES = list(itertools.product(ARRANGEMENTS, GPU_ENGINES))
 
 
 DEVICE = torch.device("cuda", 0)
@@ -53,10 +56,7 @@ def comes_back(*case, make_tools=tools, make_host=pinned, **more):
     quick(
         itertools.product(LAYOUTS, ARRANGEMENTS, PAGE_SIZES, GPU_ENGINES),
         # Every engine with every arrangement.
-        [
-            (LAYOUTS[i % len(LAYOUTS)], arrangement, 2, engine)
-            for i, (arrangement, engine) in enumerate(itertools.product(ARRANGEMENTS, GPU_ENGINES))
-        ],
+        [(LAYOUTS[i % len(LAYOUTS)], one, 2, engine) for i, (one, engine) in enumerate(ENGINES)],
     ),
 )
 def test_every_bit_comes_back(stream, layout, arrangement, page_size, engine):
@@ -68,7 +68,7 @@ NARROWER = [
     (*pair, ARRANGEMENTS[(i + j + k) % 3], page_size, engine)
     for i, pair in enumerate(CONVERSIONS)
     for j, page_size in enumerate(PAGE_SIZES)
-    for k, engine in enumerate(("staged", "kernel"))
+    for k, engine in enumerate(KERNELS)
 ]
 
 
@@ -79,7 +79,7 @@ def test_narrow_rows_are_the_references(stream, own, other, arrangement, page_si
     comes_back(engine, own, other, arrangement, page_size)
 
 
-@pytest.mark.parametrize("engine", ["staged", "kernel"])
+@pytest.mark.parametrize("engine", KERNELS)
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (384, 64), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), CONVERSIONS)
 def test_warps_with_idle_lanes(stream, own, other, geometry, engine):
