@@ -30,9 +30,7 @@ WORDS = {"NS_7Bytes16E": 16, "NS_6Bytes8E": 8, "j": 4, "h": 1}
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
-    """Kernels of 3 blocks instead of up to 16, so that in cases with more chunks than warps (48, no power of
-    two) a warp takes several chunks.
-    """
+    """Of 3 instead of up to 16: where there are more chunks than warps (48), a warp takes several chunks."""
     monkeypatch.setattr("sgl_kvpool.transfer.gpu_engine.KERNEL_BLOCKS", 3)
 
 

@@ -67,8 +67,7 @@ HOST_TIER = (
     *("--page-size", "64", "--max-total-tokens", str(8 * CHUNK), "--enable-cache-report"),
 )
 FIX = {"KVPOOL_FIX_TOPK": "1"}
-#: Up to this many tokens, and where no graph runs, Hopper attends a prompt densely without asking the
-#: indexer.
+#: Up to this many tokens, and where no graph runs, Hopper attends densely without asking the indexer.
 DENSE_UP_TO = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 
 #: (shape, name): (arguments, environment)
