@@ -8,32 +8,19 @@ import itertools
 
 import codec_oracle as oracle
 import numpy as np
+import pools
 import pytest
 import torch
 from pool_kinds import SHARED, Pool
-from pools import (
-    DSA_CASES,
-    DSA_DTYPES,
-    DSA_GEOMETRIES,
-    INDEX_BYTES,
-    INDEX_PAGE_BYTES,
-    LAYERS,
-    assert_holds,
-    copied,
-    dsa_pool,
-    dsa_row_bytes,
-    index_pages,
-    layer,
-    values,
-    waits,
-)
+from pools import DSA_GEOMETRIES, INDEX_PAGE_BYTES, LAYERS, dsa_pool, index_pages, layer
 from pools import rows as pages_of_rows
 
 pytestmark = pytest.mark.usefixtures("published")
 
 LAYOUTS = oracle.LAYOUTS
 SLOTS = 192
-READ_BY_SGLANG = [case for case in DSA_CASES if case[0] not in oracle.OURS_ALONE]
+READ_BY_SGLANG = [case for case in pools.DSA_CASES if case[0] not in oracle.OURS_ALONE]
+UNPACKED = [case for case in pools.DSA_CASES if case[0] not in oracle.PACKED]
 #: Without slot 0, which SGLang's own writer skips.
 LOC = [3, 7, 100, 1, 191]
 
@@ -45,7 +32,7 @@ def rows(pool, layer_id):
 
 def written(pool, rank, rope, seed=0):
     """Write the tokens of `LOC` to a layer; returns their latent and rope."""
-    nope, keys = values(len(LOC), rank, rope, seed)
+    nope, keys = pools.values(len(LOC), rank, rope, seed)
     pool.set_mla_kv_buffer(layer(3), torch.tensor(LOC), nope, keys)
     return nope, keys
 
@@ -55,12 +42,12 @@ def written(pool, rank, rope, seed=0):
 
 @pytest.mark.parametrize(("layout", "rank", "rope"), READ_BY_SGLANG)
 def test_keys_are_what_sglangs_pool_returns(layout, rank, rope):
-    pools = dsa_pool(layout, rank, rope), dsa_pool(layout, rank, rope, stock=True)
-    for each in pools:
+    both = dsa_pool(layout, rank, rope), dsa_pool(layout, rank, rope, stock=True)
+    for each in both:
         written(each, rank, rope)
-    ours, stock = (each.get_key_buffer(3) for each in pools)
+    ours, stock = (each.get_key_buffer(3) for each in both)
     assert (ours.dtype, ours.shape, ours.stride()) == (stock.dtype, stock.shape, stock.stride())
-    assert ours.data_ptr() == pools[0].kv_buffer[1].data_ptr()  # a view of the live pool
+    assert ours.data_ptr() == both[0].kv_buffer[1].data_ptr()  # a view of the live pool
     if layout != "fp8_block_scale":  # the interpreter rounds some of its values wrongly
         oracle.assert_same_bytes(*(each.view(torch.uint8)[LOC, 0] for each in (ours, stock)))
 
@@ -115,21 +102,21 @@ def test_sglangs_kernel_decodes_scaled_rows(monkeypatch, rank, rope):
     decoded = dequant_k_cache.dequantize_k_cache_paged_dsa(pool.get_key_buffer(3), slots).squeeze(1)
     encoded = oracle.encode(
         nope.squeeze(1), keys.squeeze(1), "fp8_block_scale", rank, rope,
-        dsa_row_bytes("fp8_block_scale", rank, rope),
+        pools.dsa_row_bytes("fp8_block_scale", rank, rope),
     )  # fmt: skip
     wanted = oracle.decode(encoded[[4, 3, 4, 0]], "fp8_block_scale", rank, rope)
     assert np.array_equal(decoded.numpy(), wanted)
 
 
-@pytest.mark.parametrize(("layout", "rank", "rope"), [c for c in DSA_CASES if c[0] not in oracle.PACKED])
+@pytest.mark.parametrize(("layout", "rank", "rope"), UNPACKED)
 def test_values_are_what_sglangs_pool_returns(layout, rank, rope):
-    pools = dsa_pool(layout, rank, rope), dsa_pool(layout, rank, rope, stock=True)
-    for each in pools:
+    both = dsa_pool(layout, rank, rope), dsa_pool(layout, rank, rope, stock=True)
+    for each in both:
         written(each, rank, rope, seed=2)
-    ours, stock = (each.get_value_buffer(3) for each in pools)
+    ours, stock = (each.get_value_buffer(3) for each in both)
     assert (ours.dtype, ours.shape, ours.stride()) == (stock.dtype, stock.shape, stock.stride())
     assert torch.equal(ours.view(torch.uint8), stock.view(torch.uint8))
-    assert [part.shape for part in pools[0].get_kv_buffer(3)] == [(SLOTS, 1, rank + rope), (SLOTS, 1, rank)]
+    assert [part.shape for part in both[0].get_kv_buffer(3)] == [(SLOTS, 1, rank + rope), (SLOTS, 1, rank)]
 
 
 @pytest.mark.parametrize("layout", oracle.PACKED)
@@ -144,7 +131,7 @@ def test_packed_rows_have_no_values(layout, getter):
 def test_values_that_are_e4m3_already(rank, rope, method):
     """Raw rows store e4m3 values unchanged: SGLang's fused rope kernel returns them."""
     pool = dsa_pool("fp8", rank, rope)
-    nope, keys = (part.to(torch.float8_e4m3fn) for part in values(3, rank, rope, seed=3))
+    nope, keys = (part.to(torch.float8_e4m3fn) for part in pools.values(3, rank, rope, seed=3))
     both = torch.cat([nope, keys], -1)
     parts = (nope, keys) if method == "set_mla_kv_buffer" else (both, nope)
     getattr(pool, method)(layer(3), torch.tensor([1, 70, 71]), *parts)
@@ -157,8 +144,8 @@ def test_values_that_are_e4m3_already(rank, rope, method):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_dtype(layout):
     """SGLang uses `kv_cache_dim` only for e4m3, so the pool would have rows of another size."""
-    other = next(dtype for dtype in DSA_DTYPES.values() if dtype != DSA_DTYPES[layout])
-    with pytest.raises(ValueError, match=f"SGLang sees layout {layout} as {DSA_DTYPES[layout]}, but"):
+    other = next(dtype for dtype in pools.DSA_DTYPES.values() if dtype != pools.DSA_DTYPES[layout])
+    with pytest.raises(ValueError, match=f"SGLang sees layout {layout} as {pools.DSA_DTYPES[layout]}, but"):
         dsa_pool(layout, dtype=other)
 
 
@@ -176,10 +163,8 @@ def test_rows_of_other_readers_are_refused_before_they_are_allocated(monkeypatch
     allocated = []
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: allocated.append(a) or zeros(*a, **k))
-    with pytest.raises(
-        ValueError,
-        match=f"read rows of {read}, which rows of KV cache layout {layout} do not have; .*-prefill-backend",
-    ):
+    text = f"read rows of {read}, which rows of KV cache layout {layout} do not have; .*-prefill-backend"
+    with pytest.raises(ValueError, match=text):
         dsa_pool(layout, kv_cache_dim=kv_cache_dim)
     assert not allocated
 
@@ -227,16 +212,16 @@ def test_index_pages_and_host_pools_are_declared(kind, layout):
     assert len(beside) == (layout in ("bf16", "fp8"))
     for indexer in beside:
         assert (indexer.pool_name.value, indexer.is_primary, indexer.device_pool) == ("indexer", False, inner)
-        assert indexer.storage_info.bytes_per_token_per_layer == INDEX_BYTES
+        assert indexer.storage_info.bytes_per_token_per_layer == pools.INDEX_BYTES
         assert indexer.owned_device_layers == (0, 2)
 
 
 @every_sparse_pool
 def test_index_keys_are_written_and_read_as_sglang_does(kind, layout):
     case = Pool(kind, layout)
-    pool, wanted, generator = case.pool, copied(case.pool), torch.Generator().manual_seed(7)
+    pool, wanted, generator = case.pool, pools.copied(case.pool), torch.Generator().manual_seed(7)
     loc = torch.tensor([1, 64, 190])
-    waited = waits(pool)
+    waited = pools.waits(pool)
     for place in (0, 2):
         layer_id, pages = case.layers[place], wanted["index", case.layers[place]]
         keys = torch.randn(3, 128, generator=generator).to(torch.float8_e4m3fn)
@@ -247,7 +232,7 @@ def test_index_keys_are_written_and_read_as_sglang_does(kind, layout):
             page, token = divmod(slot, 64)
             pages[page, token * 128 : token * 128 + 128] = keys[number].view(torch.uint8).numpy()
             pages[page, 8192 + token * 4 : 8192 + token * 4 + 4] = scales[number].numpy().view(np.uint8)
-        assert_holds(pool, wanted)
+        pools.assert_holds(pool, wanted)
         assert np.array_equal(pool.get_index_k_with_scale_buffer(layer_id).numpy(), pages)
         # A request of 70 tokens on pages 2 and 1, gathered by SGLang's kernel.
         length, table = torch.tensor([70], dtype=torch.int32), torch.tensor([[2, 1]], dtype=torch.int32)

@@ -9,23 +9,11 @@ from functools import partial
 
 import codec_oracle as oracle
 import numpy as np
+import pools
 import pytest
 import torch
 from pool_kinds import KINDS, LAYOUTS, METHODS, PACKED, SHARED, Pool
-from pools import (
-    DSA_DTYPES,
-    DTYPES,
-    LINEAR_LAYERS,
-    assert_holds,
-    at,
-    copied,
-    fill,
-    index_pages,
-    layer,
-    memory,
-    rows,
-    waits,
-)
+from pools import assert_holds, at, copied, fill, layer, rows
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -40,9 +28,6 @@ def no_gpu_to_wait_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
-# -------------------------------------------------------------------- sizes
-
-
 @every_pool
 def test_sizes_and_descriptions(kind, layout):
     case = Pool(kind, layout)
@@ -50,8 +35,8 @@ def test_sizes_and_descriptions(kind, layout):
     slots = pool.size + page
     total, one_buffer = 3 * slots * row, "major" in kind
     assert [part.shape for part in rows(pool)] == [(slots // page, page, row)] * 3
-    assert [len(part) for part in memory(pool)] == ([total] if one_buffer else [total // 3] * 3)
-    index = sum(part.nbytes for part in index_pages(pool))
+    assert [len(part) for part in pools.memory(pool)] == ([total] if one_buffer else [total // 3] * 3)
+    index = sum(part.nbytes for part in pools.index_pages(pool))
     assert pool.get_kv_size_bytes() == total + index
     assert pool.mem_usage == pytest.approx((total + index) / 2**30)
     assert pool.get_kv_buffer_shape() == ((slots, 1, case.rank + case.rope), (slots, 1, case.rank))
@@ -66,7 +51,7 @@ def test_sizes_and_descriptions(kind, layout):
         last = begin + sum((n - 1) * step for n, step in zip(part[1].shape, part[1].strides, strict=True))
         assert items[0] <= begin <= last < 2 * items[0]
     inner = getattr(pool, "full_kv_pool", pool)
-    assert pool.dtype == (DSA_DTYPES if case.is_sparse else DTYPES)[layout]
+    assert pool.dtype == (pools.DSA_DTYPES if case.is_sparse else pools.DTYPES)[layout]
     assert inner.store_dtype == (torch.bfloat16 if layout == "bf16" else torch.uint8)
     assert pool.kv_cache_dim * inner.store_dtype.itemsize == row  # HiCache compares target and draft by these
     assert pool.row_format.row_bytes == row
@@ -81,9 +66,6 @@ def test_sizes_and_descriptions(kind, layout):
         assert info.buffer_info.kv_cache_dim * info.buffer_info.dtype.itemsize == row
         assert info.buffer_info.data_ptrs.tolist() == [tensor.data_ptr() for tensor in pool.kv_buffer]
         assert info.buffer_info.scales is None
-
-
-# -------------------------------------------------------------------- rows
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -195,7 +177,7 @@ def test_b2_row_buffers_are_views_of_their_layers(kind, layout):
 @every_pool
 def test_every_reader_waits_for_loads_of_its_layer(kind, layout):
     case = Pool(kind, layout)
-    waited = waits(case.pool)
+    waited = pools.waits(case.pool)
     if case.is_hybrid:
         assert case.pool.full_kv_pool.layer_transfer_counter is None
     for place, layer_id in enumerate(case.layers):
@@ -216,7 +198,7 @@ def test_layers_without_rows_are_refused(kind, layout):
     """A negative index would read another layer's rows."""
     case = Pool(kind, layout)
     wanted, first, last = copied(case.pool), case.layers[0], case.layers[-1]
-    for layer_id in [*LINEAR_LAYERS, 6, -1] if case.is_hybrid else [first - 1, first - 3, last + 1]:
+    for layer_id in [*pools.LINEAR_LAYERS, 6, -1] if case.is_hybrid else [first - 1, first - 3, last + 1]:
         calls = [*case.readers(layer_id), *case.writers(layer_id)]
         error, text = IndexError, f"layer {layer_id} is outside of this pool.*{first} to {last}"
         if case.is_hybrid:
@@ -226,9 +208,6 @@ def test_layers_without_rows_are_refused(kind, layout):
             with pytest.raises(error, match=text):
                 call()
     assert_holds(case.pool, wanted)
-
-
-# -------------------------------------------------------------------- whole tokens
 
 
 @every_pool

@@ -3,7 +3,13 @@
 import codec_oracle as oracle
 import pytest
 import torch
+from pools import dsa_pool
 from test_backend import HEADS, PLACED, SCALE, Case
+
+from sgl_kvpool.attention import cpu
+from sgl_kvpool.attention.decode import DecodeWorkspace
+from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
+from sgl_kvpool.srt.self_check import Difference, check_backend, check_lists
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -23,8 +29,6 @@ def memory(case):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("placed", PLACED)
 def test_backends(layout, placed, monkeypatch):
-    from sgl_kvpool.srt.self_check import check_backend
-
     case = backend_of(layout, monkeypatch, **placed)
     before = [part.clone() for part in memory(case)]
     found = check_backend(case.backend, case.layer)
@@ -34,8 +38,6 @@ def test_backends(layout, placed, monkeypatch):
 
 
 def difference(case):
-    from sgl_kvpool.srt.self_check import Difference, check_backend
-
     with pytest.raises(Difference) as found:
         check_backend(case.backend, case.layer)
     return str(found.value)
@@ -44,8 +46,6 @@ def difference(case):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_a_kernel_that_decodes_otherwise(layout, monkeypatch):
     """One value of each row differs."""
-    from sgl_kvpool.attention import cpu
-
     case = backend_of(layout, monkeypatch)
     attend_lists = cpu.attend_lists
 
@@ -61,8 +61,6 @@ def test_a_kernel_that_decodes_otherwise(layout, monkeypatch):
 
 def test_k_scale_that_is_not_applied(monkeypatch):
     case = backend_of("fp8", monkeypatch, k_scale=0.25)
-    from sgl_kvpool.srt.self_check import check_backend
-
     check_backend(case.backend, case.layer)
     forward = case.backend.forward_decode
 
@@ -106,11 +104,6 @@ def test_slots_that_are_taken_for_rows_of_others(arrangement, monkeypatch):
 
 
 def sparse_reader(layout):
-    from pools import dsa_pool
-
-    from sgl_kvpool.attention.decode import DecodeWorkspace
-    from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
-
     pool = dsa_pool(layout)
     for buffer in pool.kv_buffer:
         buffer.view(torch.uint8).fill_(0xFF)
@@ -120,8 +113,6 @@ def sparse_reader(layout):
 
 @pytest.mark.parametrize("layout", oracle.OURS_ALONE)
 def test_the_reader_of_sparse_attention(layout):
-    from sgl_kvpool.srt.self_check import check_lists
-
     pool, reader = sparse_reader(layout)
     found = check_lists(pool, 3, HEADS, SCALE, reader.attend)
     assert found.startswith("attention of 3 requests with a largest error of ")
@@ -129,8 +120,6 @@ def test_the_reader_of_sparse_attention(layout):
 
 
 def test_a_reader_of_sparse_attention_that_counts_wrongly():
-    from sgl_kvpool.srt.self_check import Difference, check_lists
-
     pool, reader = sparse_reader("fp4")
 
     def short(q, rows, slots, counts, scale):

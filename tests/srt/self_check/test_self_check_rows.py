@@ -4,24 +4,15 @@ import itertools
 
 import pytest
 from codec_oracle import LAYOUTS, NARROW
-from pools import (
-    ARRANGEMENTS,
-    START,
-    assert_holds,
-    copied,
-    device_pool,
-    dsa_pool,
-    fill,
-    hybrid_pool,
-    waits,
-)
+from pools import ARRANGEMENTS, START, assert_holds, copied, device_pool, dsa_pool, fill, hybrid_pool, waits
+
+from sgl_kvpool.srt.pool import mla
+from sgl_kvpool.srt.self_check import Difference, check_rows
 
 pytestmark = pytest.mark.usefixtures("published")
 
 
 def passes(pool):
-    from sgl_kvpool.srt.self_check import check_rows
-
     before = copied(pool)
     assert check_rows(pool) == "rows of 3 of 3 layers"
     assert_holds(pool, before)
@@ -45,24 +36,17 @@ def test_correct_pools_pass(make, arguments):
 
 
 def difference(pool):
-    from sgl_kvpool.srt.self_check import Difference, check_rows
-
     with pytest.raises(Difference) as found:
         check_rows(pool)
     return str(found.value)
 
 
 #: Pools whose rows are written by our own code: every arrangement, and for bf16 one that is not layer_major.
-OWN = [
-    *itertools.product(NARROW, ARRANGEMENTS),
-    ("bf16", "token_major"),
-]
+OWN = [*itertools.product(NARROW, ARRANGEMENTS), ("bf16", "token_major")]
 
 
 @pytest.mark.parametrize(("layout", "arrangement"), OWN)
 def test_an_encoder_that_rounds_otherwise(layout, arrangement, monkeypatch):
-    from sgl_kvpool.srt.pool import mla
-
     store = mla.store_rows
 
     def rounded(pool, slots, nope, rope, fmt, k_scale):
@@ -76,8 +60,6 @@ def test_an_encoder_that_rounds_otherwise(layout, arrangement, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_a_decoder_that_rounds_otherwise(layout, monkeypatch):
-    from sgl_kvpool.srt.pool import mla
-
     gather = mla.gather_parts
 
     def rounded(rows, slots, fmt, nope, rope, k_scale):
@@ -107,8 +89,6 @@ def test_a_reader_of_rows_in_another_order(monkeypatch):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_neighbours_that_are_written_too(sparse, monkeypatch):
-    from sgl_kvpool.srt.pool import mla
-
     store = mla.store_rows
 
     def wide(rows, slots, *more, **named):
