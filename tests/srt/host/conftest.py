@@ -116,24 +116,13 @@ def kernels(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(pool_host, kernel.__name__, kernel, raising=False)
 
-    def transfer_kv_per_layer_pf_lf(
-        *, src_k, dst_k, src_v, dst_v, src_indices, dst_indices, layer_id, item_size, src_layout_dim
-    ):
-        for there, here in ((dst_k, src_k), (dst_v, src_v)):
-            begin = here.data_ptr() + layer_id * item_size
-            item_copies(
-                there.data_ptr(), item_size, begin, src_layout_dim, dst_indices, src_indices, item_size
-            )
+    def transfer_kv_per_layer_pf_lf(*, src_k, dst_k, src_v, dst_v, **rest):
+        transfer_kv_per_layer_mla_pf_lf(src=src_k, dst=dst_k, **rest)
+        transfer_kv_per_layer_mla_pf_lf(src=src_v, dst=dst_v, **rest)
 
-    def transfer_kv_all_layer_lf_pf(
-        *, src_k_layers, dst_k, src_v_layers, dst_v, src_indices, dst_indices, item_size, dst_layout_dim,
-        num_layers,
-    ):  # fmt: skip
-        for there, layers in ((dst_k, src_k_layers), (dst_v, src_v_layers)):
-            assert num_layers == len(layers)
-            for index, source in enumerate(layers.tolist()):
-                begin = there.data_ptr() + index * item_size
-                item_copies(begin, dst_layout_dim, source, item_size, dst_indices, src_indices, item_size)
+    def transfer_kv_all_layer_lf_pf(*, src_k_layers, dst_k, src_v_layers, dst_v, **rest):
+        transfer_kv_all_layer_mla_lf_pf(src_layers=src_k_layers, dst=dst_k, **rest)
+        transfer_kv_all_layer_mla_lf_pf(src_layers=src_v_layers, dst=dst_v, **rest)
 
     for kernel in (transfer_kv_per_layer_pf_lf, transfer_kv_all_layer_lf_pf):
         monkeypatch.setattr(mha, kernel.__name__, kernel, raising=False)

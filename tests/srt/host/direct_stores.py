@@ -57,6 +57,13 @@ def filled(tier, seed=3):
     return whole.copy()
 
 
+def put_in(controller):
+    """Fill a controller's tier and put pages into its store; returns the tier's memory."""
+    filled(tier_of(controller))
+    assert put(controller)
+    return page_memory(tier_of(controller)).copy()
+
+
 def put(controller, pages=PUT):
     return controller._page_set_zero_copy(KEYS[: len(pages)], slots(pages, controller.page_size))
 

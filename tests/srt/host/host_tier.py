@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import torch
 from pools import GUARD, LAYERS
@@ -75,6 +76,13 @@ def controller_over(pool, process_group, io_backend, store=None, model_name="mod
 def tier_of(controller):
     """Host tier of rows of a controller."""
     return controller.mem_pool_host.anchor_entry.host_pool
+
+
+def until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def slots(pages, page_size):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from test_every_model import family
-from test_hybrid_stores import fetch, stored
+from test_hybrid_stores import fetched, stored
 from test_index_keys import KEY_BYTES, PAGE
 
 CHANGE = Path(__file__).parents[2] / "engine" / "change_page.py"
@@ -38,8 +38,7 @@ def test_flipped_bits_in_mooncake_end_prefixes(model_of, failures, kind, ranks, 
     for rank in reversed(range(ranks)):
         again, last = server(rank), rank == ranks - 1
         store = again.controller.storage_backend
-        fetch(again, whole[:-page])
-        assert again.check(whole[:-page]) == 2 * page
+        assert fetched(again, whole[:-page]) == 2 * page
         for prompt, number, end in ((one, 2, ends[0]), (other, 1, ends[1])) if last else ():
             key = store._tag_keys(get_storage_hash_str(prompt, None, page_size=page))[number]
             place = again.tier.layer_num * PAGE * 416 + end * KEY_BYTES - 1
@@ -47,6 +46,5 @@ def test_flipped_bits_in_mooncake_end_prefixes(model_of, failures, kind, ranks, 
         again.evict()
         again.forget()
         for n, (prompt, found) in enumerate(((whole, 3), (one, 3 - last), (other, 2 - last))):
-            fetch(again, prompt)
-            assert again.check(prompt) == found * page
+            assert fetched(again, prompt) == found * page
             assert sum(failures().values()) == failures().get("page_checksum", 0) == (n if last else 2)

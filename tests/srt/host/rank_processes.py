@@ -1,4 +1,4 @@
-"""Runs processes that are the ranks of a server; each goes through the same cases."""
+"""Runs processes that are the ranks of a server; together, over gloo, they go through the same cases."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 
@@ -18,6 +19,7 @@ def run(fresh, script, ranks, folder, cases):
     """`found[case]`: the results of the ranks, in order.
 
     Forks `python script RANK FOLDER` once per rank from a process with SGLang imported; see `go_through`.
+    A rank that waits for others in vain ends after a minute.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = []
@@ -41,8 +43,6 @@ class Rank:
     """This process, one rank of a server. A subclass has `result_of(case)`."""
 
     def __init__(self, rank, folder, ranks):
-        import torch.distributed as dist
-
         self.rank, self.folder, self.failures, self.details = rank, folder, Counter(), {}
         meet, limit = dist.FileStore(str(folder / "meet"), ranks), timedelta(seconds=60)
         dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks, timeout=limit)
@@ -50,8 +50,6 @@ class Rank:
 
     def run(self, case):
         """The result of a case on this rank, with the failures that were counted."""
-        import torch.distributed as dist
-
         from sgl_kvpool import metrics
 
         self.failures.clear()
@@ -71,7 +69,6 @@ def go_through(make_rank, cases):
 
     `make_rank(rank, folder)` is an object whose `run(case)` result is written to the folder.
     """
-    import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
 
     from sgl_kvpool.sglang_plugin import hook_groups

@@ -26,16 +26,9 @@ class Rank(rank_processes.Rank):
         }  # fmt: skip
 
     def model(
-        self,
-        layout="fp4",
-        arrangement="layer_major",
-        host="same",
-        page_size=PAGE_SIZE,
-        store=None,
-        ratio=1.0,
-        drafts=0,
-        chosen=False,
-    ):
+        self, layout="fp4", arrangement="layer_major", host="same", page_size=PAGE_SIZE, store=None,
+        ratio=1.0, drafts=0, chosen=False,
+    ):  # fmt: skip
         args = publish_server(
             self.patch, rank=self.rank, page_size=page_size, store=store, shared="node", hicache_ratio=ratio,
             tp_size=RANKS,

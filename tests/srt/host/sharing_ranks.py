@@ -1,11 +1,7 @@
-"""One of three processes whose ranks share a host tier: SGLang's tree, controller and store in each.
-
-`python sharing_ranks.py RANK FOLDER CASE ...`, with pytest's path, goes through cases together with the other
-ranks, over gloo, and writes the results. A rank that waits for others in vain ends after a minute.
-"""
+"""Cases of three ranks (rank_processes.py) that share a host tier: SGLang's tree, controller and store."""
 
 from functools import partial
-from types import SimpleNamespace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -15,7 +11,8 @@ from codec_oracle import ROW_BYTES, narrower
 from sharing_model import LONGER, OTHER, PAGE_SIZE, RANKS, SHORT, Rank
 from sharing_starts import alone, checked_loaded, empty, no_mapping, own_draft, small_budget, without_memory
 from sharing_stores import aborted, from_store, write_back_later
-from test_hybrid_tree import break_backups, prompt
+from test_controller import broken
+from test_hybrid_tree import prompt
 from tree_model import Request
 
 #: Seeds and number of steps of the mixtures.
@@ -26,14 +23,10 @@ def there_and_back(layout, arrangement, host="same", page_size=PAGE_SIZE, drafts
     def case(ranks):
         model = ranks.model(layout, arrangement, host, page_size, drafts=drafts)
         kept = ranks.counts_stored_pages(model)
-        lengths = []
-        for tokens in (SHORT, LONGER, OTHER):
-            model.put(tokens)
-        for tokens in (SHORT, LONGER, OTHER):
-            lengths.append(model.check(tokens))
+        model.put(SHORT, LONGER, OTHER)
+        lengths = [model.check(tokens) for tokens in (SHORT, LONGER, OTHER)]
         model.evict()
-        for tokens in (OTHER, LONGER, SHORT):
-            lengths.append(model.check(tokens))
+        lengths += [model.check(tokens) for tokens in (OTHER, LONGER, SHORT)]
         return {"lengths": lengths, "kept": kept, "tokens": model.tier.size, "alone": model.pool.size}
 
     return case
@@ -46,13 +39,7 @@ def slow(rank, direction):
         model = ranks.model()
         if ranks.rank == rank:
             ranks.is_slow_at(model, direction)
-        lengths = []
-        for number in range(4):
-            tokens = prompt(28, 100 * number)
-            model.put(tokens)
-            model.evict()
-            lengths.append(model.check(tokens))
-        return {"lengths": lengths}
+        return {"lengths": [*chain.from_iterable(model.returned(prompt(28, 100 * n)) for n in range(4))]}
 
     return case
 
@@ -62,12 +49,10 @@ def lost(rank, drafts=0):
 
     def case(ranks):
         model = ranks.model(drafts=drafts)
-        channels = model.tier._channels.to_host[1 if drafts else 0 :]
-        broken = SimpleNamespace(_channels=SimpleNamespace(to_host=channels))
         model.put(SHORT)
         with pytest.MonkeyPatch.context() as patched:
             if ranks.rank == rank:
-                break_backups(broken, patched)
+                broken(model.tier._channels.to_host[1 if drafts else 0 :], patched)
             model.put(LONGER)
         model.evict()
         lengths = [model.check(LONGER), model.check(SHORT)]
@@ -76,10 +61,7 @@ def lost(rank, drafts=0):
         # The pages go to another prompt, and all ranks store it.
         model.evict()
         model.forget()
-        model.put(OTHER)
-        model.evict()
-        lengths.append(model.check(OTHER))
-        return {"lengths": lengths}
+        return {"lengths": lengths + model.returned(OTHER)}
 
     return case
 
@@ -109,8 +91,7 @@ def moved(rank):
         if ranks.rank == rank:
             model.tier.alloc(PAGE_SIZE)
         kept = ranks.counts_stored_pages(model)
-        model.put(LONGER)
-        model.put(OTHER)
+        model.put(LONGER, OTHER)
         model.evict()
         lengths = [model.check(tokens) for tokens in (OTHER, LONGER, SHORT)]
         return {"lengths": lengths, "kept": kept, "detail": ranks.details.get("tier_disagreement")}
@@ -123,8 +104,7 @@ def other_list(rank):
 
     def case(ranks):
         model = ranks.model()
-        model.put(LONGER)
-        model.put(OTHER)
+        model.put(LONGER, OTHER)
         model.evict()
         load = model.controller.load
 
@@ -186,7 +166,7 @@ def mixture(seed):
                     model.evict()
                 with pytest.MonkeyPatch.context() as patched:
                     if what == 0 and ranks.rank == who:
-                        break_backups(model.tier, patched)
+                        broken(model.tier._channels.to_host, patched)
                     model.put(tokens)
             elif what < 9:
                 model.evict()

@@ -58,10 +58,9 @@ def alone(rank, call):
         if ranks.rank == rank:
             no_mapping(ranks.patch, [call], 1)
         model = ranks.model(chosen=True)
-        model.put(LONGER)
-        model.evict()
+        lengths = model.returned(LONGER)
         own = model.tier.shared is None and model.tier.size == model.pool.size + PAGE_SIZE
-        return {"lengths": [model.check(LONGER)], "own": own, "said": said}
+        return {"lengths": lengths, "own": own, "said": said}
 
     return case
 
@@ -76,9 +75,8 @@ def own_draft(ranks):
     plan = HiCacheDraftPlan(mode=HiCacheDraftMode.SIDECAR, device_pools=(draft,))
     with pytest.raises(ValueError, match="draft") as refused:
         maybe_register_hicache_draft(tree_cache=model.cache, draft_plan=plan)
-    model.put(LONGER)
-    model.evict()
-    return {"lengths": [model.check(LONGER)], "error": str(refused.value), "pools": len(model.host_pools)}
+    lengths = model.returned(LONGER)
+    return {"lengths": lengths, "error": str(refused.value), "pools": len(model.host_pools)}
 
 
 def checked_loaded(ranks):

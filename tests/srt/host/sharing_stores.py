@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 from sharing_model import LONGER, SHORT
-from test_hybrid_stores import begin_fetch, fetch, files, stored
+from test_hybrid_stores import begin_fetch, fetched, files, stored
 from test_hybrid_tree import prompt
 
 
@@ -19,9 +19,7 @@ def write_back_later(ranks):
     attached = [attach("file", served_model_name="model", hicache_write_policy="write_through")]
     answers.append(attach("file", **asked))
     policy = model.controller.write_policy
-    model.put(LONGER)
-    model.evict()
-    lengths = [model.check(LONGER)]
+    lengths = model.returned(LONGER)
     detached = [model.cache.detach_storage_backend()]
     return {
         "lengths": lengths, "refused": answers, "done": [ok for ok, _ in attached + detached],
@@ -51,10 +49,7 @@ def aborted(ranks):
     model.cache.release_aborted_request(handle)
     lengths = []
     for number in range(1, 9):
-        tokens = prompt(16, 1000 * number)
-        model.put(tokens)
-        model.evict()
-        lengths.append(model.check(tokens))
+        lengths += model.returned(prompt(16, 1000 * number))
         time.sleep(0.2)
     model.evict()
     model.forget()
@@ -62,8 +57,7 @@ def aborted(ranks):
     attached = [model.cache.detach_storage_backend(), model.cache.attach_storage_backend(
         "file", storage_backend_extra_config_json='{"prefetch_threshold": 1}', served_model_name="model"
     )]  # fmt: skip
-    fetch(model, LONGER)
-    lengths.append(model.check(LONGER))
+    lengths.append(fetched(model, LONGER))
     model.controller.detach_storage_backend()
     model.evict()
     model.forget()
@@ -92,8 +86,7 @@ def from_store(rank, drafts=0):
             return get(key, *args, **kwargs)
 
         backend.get = counted
-        fetch(model, LONGER)
-        lengths = [model.check(LONGER)]
+        lengths = [fetched(model, LONGER)]
         model.controller.detach_storage_backend()
         return {"lengths": lengths, "reads": len(set(reads)), "files": len(files(store, False))}
 

@@ -7,6 +7,12 @@ import pytest
 import torch
 from host_tier import backup, host_bytes, slots, tier_of
 from pools import GUARD, LAYERS, START, device_pool, fill, rows
+from sglang.srt.managers.cache_controller import storage_model_name
+from sglang.srt.mem_cache.pool_host import common
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+from sgl_kvpool.transfer import cpu_engine
 
 
 def pages(slots_of_pages, page_size=4):
@@ -16,12 +22,6 @@ def pages(slots_of_pages, page_size=4):
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     """On CUDA, SGLang's tier serves these two layouts; its file store reads the start of a longer file."""
-    from sglang.srt.managers.cache_controller import storage_model_name
-    from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-
     monkeypatch.setattr(LayoutMLATokenToKVPool, "has_our_tier", False)
     # Registering memory needs a CUDA driver.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
@@ -57,8 +57,7 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     ],
 )
 def test_bad_host_lists_are_a_miss(controller_of, failures, caplog, bad, reason):
-    pool = device_pool("fp4", pages=9)
-    controller = controller_of(pool)
+    controller = controller_of(device_pool("fp4", pages=9))
     kept = controller.write(controller.mem_pool_device_allocator.alloc(8), node_id=1)
     assert kept.tolist() == list(range(8))
     free = controller.mem_pool_device_allocator.available_size()
@@ -71,13 +70,11 @@ def test_bad_host_lists_are_a_miss(controller_of, failures, caplog, bad, reason)
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
-    [([5, 5], "listed twice"), ([3, 9], "pages 3 to 9"), ([0, 3], "pages 0 to 3")],
+    ("given", "reason"), [([5, 5], "listed twice"), ([3, 9], "pages 3 to 9"), ([0, 3], "pages 0 to 3")]
 )
 def test_bad_device_lists_of_the_allocator_are_a_miss(controller_of, failures, caplog, given, reason):
     """Page 0 takes the writes of padded tokens."""
-    pool = device_pool("fp8", pages=9)
-    controller = controller_of(pool)
+    controller = controller_of(device_pool("fp8", pages=9))
     allocator = controller.mem_pool_device_allocator
     kept = controller.write(allocator.alloc(8), node_id=1)
     allocator.alloc = MethodType(lambda self, need: slots(given, 4), allocator)
@@ -91,8 +88,7 @@ def test_bad_device_lists_of_the_allocator_are_a_miss(controller_of, failures, c
 
 @pytest.mark.parametrize("bad", [[2, 2], [0, 1], [1, 9], [-1, 3]])
 def test_bad_device_lists_are_not_backed_up(controller_of, failures, bad):
-    pool = device_pool("bf16", pages=9)
-    controller = controller_of(pool)
+    controller = controller_of(device_pool("bf16", pages=9))
     free = tier_of(controller).available_size()
     host_bytes(tier_of(controller))[...] = GUARD
     assert controller.write(slots(bad, 4), node_id=1) is None
@@ -138,14 +134,11 @@ class Broken:
         raise OSError(5, "broken on purpose")
 
 
-def broken(channels):
+def broken(channels, patched):
+    """Transfers of these channels fail, with the engine and with torch."""
     for channel in channels:
-        channel.engine = Broken(channel.plan)
-
-
-def torch_too(channels, monkeypatch):
-    for channel in channels:
-        monkeypatch.setattr(channel, "_torch", Broken(channel.plan))
+        for name in ("engine", "_torch"):
+            patched.setattr(channel, name, Broken(channel.plan))
 
 
 def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failures, monkeypatch):
@@ -157,13 +150,9 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
     allocator = controller.mem_pool_device_allocator
     good = controller.write(allocator.alloc(4), node_id=1)
     with monkeypatch.context() as patched:
-        working = [channel.engine for channel in tier._channels.to_host]
-        broken(tier._channels.to_host)
-        torch_too(tier._channels.to_host, patched)
+        broken(tier._channels.to_host, patched)
         lost = controller.write(allocator.alloc(8), node_id=2)
     assert failures() == {"backup": 1, "backup_lost": 1}
-    for channel, engine in zip(tier._channels.to_host, working, strict=True):
-        channel.engine = engine
     assert controller.load(lost, node_id=2) is None
     assert controller.load(torch.cat([good, lost]), node_id=2) is None
     assert controller.load(good, node_id=1) is not None
@@ -188,11 +177,9 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
 
 def test_a_load_that_fails_twice_stops_the_server(controller_of, failures, monkeypatch, caplog):
     """The pages are already in the tree, so no request would compute them again."""
-    pool = device_pool("fp4", pages=9)
-    controller = controller_of(pool)
+    controller = controller_of(device_pool("fp4", pages=9))
     kept = controller.write(controller.mem_pool_device_allocator.alloc(8), node_id=1)
-    broken(tier_of(controller)._channels.to_device)
-    torch_too(tier_of(controller)._channels.to_device, monkeypatch)
+    broken(tier_of(controller)._channels.to_device, monkeypatch)
     assert controller.load(kept, node_id=1) is not None
     # SGLang then waits for its stream, which torch.cpu's stream does not support: a second error.
     with pytest.raises((OSError, AttributeError)) as stopped:
@@ -203,8 +190,6 @@ def test_a_load_that_fails_twice_stops_the_server(controller_of, failures, monke
 
 
 def test_an_engine_that_cannot_be_built(controller_of, failures, monkeypatch, caplog):
-    from sgl_kvpool.transfer import cpu_engine
-
     def no_compiler():
         raise RuntimeError("no compiler on purpose")
 

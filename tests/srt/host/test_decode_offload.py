@@ -1,14 +1,20 @@
 """Decode servers that offload through SGLang's manager to our tier; a prefill server finds the pages."""
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from codec_oracle import LAYOUTS
-from host_tier import page_memory, slots
+from host_tier import page_memory, slots, until
 from pools import GUARD, device_pool, dsa_pool, fill, index_pages, rows
+from sglang.srt.disaggregation.decode_kvcache_offload_manager import DecodeKVCacheOffloadManager
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+
+from sgl_kvpool.sglang_plugin import hook_groups
+from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
 PAGE_SIZE = 4
 
@@ -28,13 +34,6 @@ class Request:
 
 @pytest.fixture
 def manager_of(no_reserve, kept_context, process_group, tmp_path, monkeypatch):
-    from sglang.srt.disaggregation.decode_kvcache_offload_manager import DecodeKVCacheOffloadManager
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-
     hook_groups.apply(hook_groups.named("host tier"))
     made = []
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "store"))
@@ -68,23 +67,14 @@ def sparse(layout):
     return dsa_pool(layout, size=8 * 64, skip_topk_layers=[False, True, False])
 
 
-@pytest.mark.parametrize(
-    ("layout", "made"),
-    [
-        *(
-            (layout, (dense, arrangement))
-            for layout in LAYOUTS
-            for arrangement in ("layer_major", "page_major")
-        ),
-        ("fp4", (sparse,)),
-    ],
-)
+MADE = [(layout, (dense, where)) for layout in LAYOUTS for where in ("layer_major", "page_major")]
+
+
+@pytest.mark.parametrize(("layout", "made"), [*MADE, ("fp4", (sparse,))])
 def test_a_prefill_server_finds_what_a_decode_server_offloaded(
     manager_of, controller_of, tmp_path, layout, made
 ):
     """With the index keys of a sparse model."""
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-
     make, *arrangement = made
     fill(pool := make(layout, *arrangement))
     for number, keys in enumerate(index_pages(pool)):
@@ -99,11 +89,7 @@ def test_a_prefill_server_finds_what_a_decode_server_offloaded(
     free = tier.available_size()
     request = Request(list(range(page_size + 1)), list(range(page_size + 1, 3 * page_size + 1)))
     assert manager.offload_kv_cache(request)
-    for _ in range(500):
-        manager.check_offload_progress()
-        if not (manager.ongoing_offload or manager.ongoing_backup):
-            break
-        time.sleep(0.02)
+    until(lambda: manager.check_offload_progress() or not (manager.ongoing_offload or manager.ongoing_backup))
     assert tier.available_size() == free
 
     keys = manager._compute_prefix_hash(request, list(range(3 * page_size)))

@@ -5,15 +5,12 @@ import itertools
 import numpy as np
 import pytest
 from codec_oracle import ROW_BYTES
-from direct_stores import GOT, KEYS, PUT, Operation, filled, flipped, get, put
+from direct_stores import GOT, KEYS, PUT, Operation, filled, flipped, get, put, put_in
 from host_tier import page_memory, slots, stride_bytes, tier_of
 from pools import GUARD, LAYERS
 
 #: Layouts with different row sizes; page sizes include 61, a prime; one of two ranks with `--dcp-size`.
 CASES = [*itertools.product(["bf16", "fp4"], [1, 2, 61, 64], [1]), ("fp4", 4, 2)]
-
-
-# -------------------------------------------------------------------- whole pages
 
 
 @pytest.mark.parametrize(("layout", "page_size", "ranks"), CASES)
@@ -51,9 +48,6 @@ def test_padding_holds_nothing_of_others(direct, monkeypatch):
     assert not page_memory(tier)[:, tier.page_bytes : -16].any()
 
 
-# -------------------------------------------------------------------- damaged and foreign pages
-
-
 DAMAGE = {
     "cut and filled up": lambda page: page[: len(page) // 2].ljust(len(page), b"\0"),
     "row": lambda page: flipped(page, 0),
@@ -70,9 +64,7 @@ def test_a_damaged_or_unreadable_page_ends_the_prefix(
     direct, failures, caplog, damage, layout, whole_batches
 ):
     controller = direct(layout, 64, whole_batches=whole_batches)
-    filled(tier_of(controller))
-    assert put(controller)
-    store, sealed = controller.storage_backend, page_memory(tier_of(controller)).copy()
+    sealed, store = put_in(controller), controller.storage_backend
     if damage is None:
         store.broken.add(KEYS[2])
     else:
@@ -89,9 +81,7 @@ def test_a_damaged_or_unreadable_page_ends_the_prefix(
 
 def test_a_store_that_writes_nothing(direct, failures):
     """It reports success; the page still has a checksum of another key, or none."""
-    controller = direct("fp4", 64)
-    filled(tier_of(controller))
-    assert put(controller)
+    put_in(controller := direct("fp4", 64))
     store = controller.storage_backend
     store.batch_get_v1 = lambda keys, *args: [True] * len(keys)
     assert controller._page_get_zero_copy(Operation(), KEYS[1:2], slots([3], 64)) == 0
@@ -99,14 +89,9 @@ def test_a_store_that_writes_nothing(direct, failures):
     assert failures() == {"page_checksum": 2}
 
 
-# -------------------------------------------------------------------- reads that fail
-
-
 def test_a_store_that_is_gone(direct, failures):
     """Two attempts, whatever the length of the list."""
-    controller = direct("fp4", 64)
-    filled(tier_of(controller))
-    assert put(controller)
+    put_in(controller := direct("fp4", 64))
     store = controller.storage_backend
     store.broken.update(KEYS)
     assert get(controller)[0] == 0
@@ -122,10 +107,7 @@ def test_a_store_that_is_gone(direct, failures):
 
 @pytest.mark.parametrize("way", ["raises", "refuses"])
 def test_a_store_that_fails_once(direct, failures, caplog, way):
-    controller = direct("fp4", 64)
-    filled(tier_of(controller))
-    assert put(controller)
-    sealed, store = page_memory(tier_of(controller)).copy(), controller.storage_backend
+    sealed, store = put_in(controller := direct("fp4", 64)), controller.storage_backend
     read = store.batch_get_v1
 
     def flaky(keys, *args):

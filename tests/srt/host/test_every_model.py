@@ -6,9 +6,8 @@ from cases import crossed
 from codec_oracle import LAYOUTS
 from host_tier import LABELS
 from model_kinds import KINDS
-from test_hybrid_stores import fetch, stored
-
-TREES = ["rust", "python"]
+from test_hybrid_stores import fetched, stored
+from test_hybrid_tree import TREES
 
 
 def sizes_of(kind):
@@ -32,10 +31,7 @@ def test_two_suffixes_of_a_prefix(model_of, kind, page_size, tree):
     """The tree splits the first prompt's node: on the device, and again where it is on the host only."""
     model = model_of(kind, page_size=page_size, tree=tree, pages=16)
     prefix, one, two, other = family(page_size)
-    for tokens in (one, two, other):
-        model.put(tokens)
-    model.evict()
-    assert [model.check(tokens) for tokens in (one, two, other)] == list(map(len, (one, two, other)))
+    assert model.returned(one, two, other) == list(map(len, (one, two, other)))
     model.put(prefix)
     model.evict()
     assert model.check(prefix + other) == len(prefix)
@@ -52,8 +48,7 @@ def test_two_suffixes_of_a_prefix(model_of, kind, page_size, tree):
 def test_a_split_while_the_backup_runs(model_of, kind, page_size, tree):
     model = model_of(kind, page_size=page_size, tree=tree, pages=16)
     _, one, two, _ = family(page_size)
-    model.put(one, settle=False)
-    model.put(two, settle=False)
+    model.put(one, two, settle=False)
     model.settle()
     model.evict()
     assert [model.check(tokens) for tokens in (two, one)] == [len(two), len(one)]
@@ -63,11 +58,7 @@ def test_a_split_while_the_backup_runs(model_of, kind, page_size, tree):
 def test_narrower_hosts_return_the_round_trip(model_of, kind, host):
     model = model_of(kind, "bf16", host, 64, pages=16)
     _, one, two, _ = family(64)
-    for tokens in (one, two):
-        model.put(tokens)
-    model.evict()
-    for tokens in (one, two):
-        assert model.check(tokens) == len(tokens)
+    assert model.returned(one, two) == [len(one), len(two)]
 
 
 @pytest.mark.parametrize(("kind", "page_size", "tree"), CASES)
@@ -101,8 +92,7 @@ def test_a_restarted_server_reads_everything_from_the_store(model_of, tmp_path, 
     stored(model_of(kind, page_size=64, pages=16, store=tmp_path), one, two)
     again = model_of(kind, page_size=64, pages=16, store=tmp_path)
     for tokens in (two, one):
-        fetch(again, tokens)
-        assert again.check(tokens) == len(tokens)
+        assert fetched(again, tokens) == len(tokens)
     if KINDS[kind].own == "dense":  # SGLang's stores compute addresses of such pages from its own sizes
         draft = again.host_pools[-1]
         assert {path.stat().st_size for path in tmp_path.glob("*.draft_*")} == {draft.page_bytes}

@@ -1,25 +1,12 @@
 """HierarchicalMLAHostPool: round trips, SGLang's slot allocator, sizes, the view of stores and peers."""
 
 import numpy as np
+import pools
 import pytest
 import torch
 from codec_oracle import LAYOUTS, ROW_BYTES, narrower
 from host_tier import LABELS, backup, host_bytes, host_pool, load, page_memory, slots, stride_bytes
-from pools import (
-    ARRANGEMENTS,
-    DSA_CASES,
-    GUARD,
-    LAYERS,
-    PAGES,
-    START,
-    assert_holds,
-    device_pool,
-    dsa_pool,
-    fill,
-    index_pages,
-    layer_ids,
-    rows,
-)  # fmt: skip
+from pools import ARRANGEMENTS, GUARD, LAYERS, START, assert_holds, device_pool, dsa_pool, fill, rows
 
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -35,7 +22,7 @@ POOLS = [
       for layout in LAYOUTS for arrangement in ARRANGEMENTS for page_size in (1, 61, 64)),
     # The second layer reuses the first layer's top-k, and has no index keys.
     *((dsa_pool, layout, {"rank": rank, "rope": rope, "size": 256, "skip_topk_layers": [False, True, False]})
-      for layout, rank, rope in DSA_CASES),
+      for layout, rank, rope in pools.DSA_CASES),
     # GLM-5.3-Flash: a page of 256 tokens has 64 keys; tails of requests stay on the device.
     (dsa_pool, "bf16", {"page_size": 256, "size": 1024, "index_kpool": 4, "index_kpool_compress": True,
                         "max_running_requests": 2}),
@@ -51,7 +38,7 @@ def test_round_trip(number, make, layout, arguments):
     pool = make(layout, **arguments)
     was, tier = fill(pool), host_pool(pool, LABELS[number % 2])
     page_size, row_bytes = pool.page_size, rows(pool)[0].shape[-1]
-    keys = [part for part in index_pages(pool) if len(part)]
+    keys = [part for part in pools.index_pages(pool) if len(part)]
     key_bytes = sum(part.shape[1] for part in keys)
     assert tier.page_bytes == LAYERS * page_size * row_bytes + key_bytes
     assert tier.get_size_per_token() == stride_bytes(LAYERS, page_size, row_bytes, key_bytes) // page_size
@@ -59,7 +46,7 @@ def test_round_trip(number, make, layout, arguments):
     backup(tier, there, taken)
     assert_holds(pool, was)
     expected = np.full((tier.page_num, LAYERS, page_size, row_bytes), GUARD, dtype=np.uint8)
-    for place, layer_id in enumerate(layer_ids(pool)):
+    for place, layer_id in enumerate(pools.layer_ids(pool)):
         expected[there, place] = was["rows", layer_id][taken]
     assert np.array_equal(host_bytes(tier), expected)
 
@@ -84,9 +71,7 @@ def test_layers_beyond_those_of_this_pipeline_stage_are_ignored():
     tier = host_pool(pool)
     load(tier, [1, 2], [3, 1], layers=[LAYERS])
     with pytest.raises(KeyError):
-        tier.load_to_device_per_layer(
-            None, slots([1, 2], 4), slots([3, 1], 4), LAYERS, "kernel", is_draft=True
-        )
+        load(tier, [1, 2], [3, 1], layers=[LAYERS], is_draft=True)
     assert_holds(pool, was)
 
 
@@ -102,13 +87,13 @@ def test_lists_that_are_not_contiguous_in_memory():
 
 
 def test_drafts_that_cannot_be_packed():
-    pool = device_pool("fp4")
-    with pytest.raises(ValueError, match="one layer and the target's rows"):
-        host_pool(pool, draft_pools=[device_pool("fp8", layers=1)])
-    with pytest.raises(ValueError, match="has 3 pages, the target 5"):
-        host_pool(pool, draft_pools=[device_pool("fp4", layers=1, pages=3)])
-    with pytest.raises(ValueError, match=r"\[2\] layers"):
-        host_pool(pool, draft_pools=[device_pool("fp4", layers=2)])
+    for reason, layout, sizes in (
+        ("one layer and the target's rows", "fp8", {"layers": 1}),
+        ("has 3 pages, the target 5", "fp4", {"layers": 1, "pages": 3}),
+        (r"\[2\] layers", "fp4", {"layers": 2}),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            host_pool(device_pool("fp4"), draft_pools=[device_pool(layout, **sizes)])
 
 
 def test_pools_that_are_not_ours():
@@ -124,7 +109,7 @@ def test_ratio_and_size_count_the_layouts_bytes(layout):
     token_bytes = stride_bytes(LAYERS, 4, ROW_BYTES[layout]) // 4
     by_ratio = host_pool(device_pool(layout), ratio=3)
     assert by_ratio.size_per_token == token_bytes
-    assert by_ratio.page_num == 3 * (PAGES - 1) * 4 // 4 + 1  # SGLang adds a page
+    assert by_ratio.page_num == 3 * (pools.PAGES - 1) * 4 // 4 + 1  # SGLang adds a page
     assert by_ratio.kv_buffer.nbytes == by_ratio.size * token_bytes
     by_size = host_pool(device_pool(layout), host_size=1e-3)
     assert by_size.page_num == int(1e6 // token_bytes) // 4 + 1

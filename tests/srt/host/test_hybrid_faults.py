@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 from cases import crossed
-from test_hybrid_tree import TREES, break_backups, prompt
+from test_controller import broken
+from test_hybrid_tree import TREES, prompt
 
 
 def test_a_draft_whose_backup_was_lost_is_a_miss(model_of, failures, monkeypatch):
     """A draft with a tier of its own follows the target's slots."""
     model = model_of("dense, own draft")
     with monkeypatch.context() as patched:
-        break_backups(model.host_pools[-1], patched)
+        broken(model.host_pools[-1]._channels.to_host, patched)
         model.put(prompt(4))
     model.evict()
     model.check(prompt(4), 0)
@@ -21,8 +22,7 @@ def test_a_draft_whose_backup_was_lost_is_a_miss(model_of, failures, monkeypatch
 @pytest.mark.parametrize("which", [0, 1])
 def test_freed_host_slots_are_a_miss_of_rows_and_states(model_of, failures, which):
     model = model_of("hybrid")
-    model.put(prompt(4))
-    model.put(prompt(9))
+    model.put(prompt(4), prompt(9))
     model.evict()
     model.check(prompt(4), 4)
     model.tiers[which].slot_used[:] = False
@@ -47,10 +47,9 @@ def test_invalid_device_slots_of_states_are_refused(model_of, failures, given):
     assert model.controller.write(taken, node_id=1, extra_pools=backup) is None
     assert failures() == {"backup_pages": 1}
     assert free == [tier.available_size() for tier in model.tiers]
-    load = [
-        PoolTransfer(name=PoolName.MAMBA, host_indices=states.alloc(len(given)), device_indices=states_there)
-    ]
-    assert model.controller.load(rows.alloc(4), node_id=1, extra_pools=load) is None
+    (load,) = backup
+    load.host_indices = states.alloc(len(given))
+    assert model.controller.load(rows.alloc(4), node_id=1, extra_pools=[load]) is None
     assert failures() == {"backup_pages": 1, "load_pages": 1}
     assert (model.controller.load_queue, model.controller.write_queue) == ([], [])
 
@@ -79,7 +78,7 @@ def test_whatever_fails_in_whatever_order(model_of, monkeypatch, page_size, tree
         model.check(tokens)
         with monkeypatch.context() as patched:
             if random.random() < 0.3:
-                break_backups(model.tiers[random.integers(2)], patched)
+                broken(model.tiers[random.integers(2)]._channels.to_host, patched)
             make_room(model, len(tokens))
             model.put(tokens)
         if random.random() < 0.5:

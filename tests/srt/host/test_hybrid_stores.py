@@ -1,19 +1,21 @@
 """SGLang's `file` store under rows and states: a prefix is read with its state, or computed again."""
 
 import os
-import time
 from array import array
+from functools import partial
 from pathlib import Path
 
 import pytest
-from test_hybrid_tree import break_backups, prompt
+from host_tier import until
+from test_controller import broken
+from test_hybrid_tree import prompt
 
 
 def begin_fetch(model, tokens):
     """Ask the store as the scheduler does for a waiting request; returns the request's handle."""
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-    found = model.cache.match_prefix(MatchPrefixParams(key=model.key(tokens)))
+    found = model.match(tokens)
     have = found.device_prefix_len
     handle = CacheRequestHandle("r", 0)
     model.cache.prefetch_from_storage(
@@ -26,25 +28,22 @@ def begin_fetch(model, tokens):
 def fetch(model, tokens):
     """Fetch a prompt from the store, and wait until the fetch ends."""
     handle = begin_fetch(model, tokens)
-    until = time.monotonic() + 30
-    while model.cache.has_ongoing_prefetch(handle) and time.monotonic() < until:
-        model.settle()
-        time.sleep(0.01)
-    assert not model.cache.has_ongoing_prefetch(handle)
+    until(lambda: model.settle() or not model.cache.has_ongoing_prefetch(handle))
     model.cache.pop_prefetch_loaded_tokens(handle)
     for _ in range(3):
         model.settle()
 
 
+def fetched(model, tokens):
+    """Length of the prefix that a request continues after a fetch."""
+    fetch(model, tokens)
+    return model.check(tokens)
+
+
 def stored(model, *prompts):
     """Compute prompts, and wait until their backups to the store end."""
-    for tokens in prompts:
-        model.put(tokens)
-    until = time.monotonic() + 30
-    while model.cache.ongoing_backup and time.monotonic() < until:
-        model.settle()
-        time.sleep(0.01)
-    assert not model.cache.ongoing_backup
+    model.put(*prompts)
+    until(lambda: model.settle() or not model.cache.ongoing_backup)
     model.controller.detach_storage_backend()
 
 
@@ -64,11 +63,9 @@ def test_a_restarted_server_finds_prefixes(model_of, store, layout, kind, tree):
         "hybrid", layout, states=kind, page_size=4, store=store, arrangement="token_major", tree=tree
     )
     again.check(longer, 0)
-    fetch(again, longer)
-    again.check(longer, 16)
+    assert fetched(again, longer) == 16
     third = model_of("hybrid", layout, states=kind, page_size=4, store=store, tree=tree)
-    fetch(third, prompt(12))  # the store has rows of 12 tokens, a state of 8
-    third.check(prompt(12), 8)
+    assert fetched(third, prompt(12)) == 8  # the store has rows of 12 tokens, a state of 8
 
 
 def cut(path):
@@ -98,8 +95,7 @@ def test_a_damaged_state_or_row_is_a_miss_of_its_prefix(model_of, store, failure
     stored(model_of("hybrid", page_size=4, store=store), short, longer)
     change(files(store, of_states)[-1])
     again = model_of("hybrid", page_size=4, store=store)
-    fetch(again, longer)
-    again.check(longer, 0)
+    assert fetched(again, longer) == 0
     assert failures() == {kind: 1}
     tiers = [tier.available_size() for tier in again.tiers]
     assert tiers == [tier.size for tier in again.tiers]
@@ -113,14 +109,12 @@ def test_what_was_lost_in_its_backup_is_not_stored(model_of, store, failures, mo
     model = model_of("hybrid", page_size=4, store=store)
     model.put(short)
     with monkeypatch.context() as patched:
-        break_backups(model.tiers[which == "states"], patched)
+        broken(model.tiers[which == "states"]._channels.to_host, patched)
         stored(model, longer)
     assert failures() == {"backup": 1, "backup_lost": 1, "page_write": 1}
     assert len(files(store, True)) == (2 if which == "rows" else 1)
     assert len(files(store, False)) == (2 if which == "rows" else 4)
-    again = model_of("hybrid", page_size=4, store=store)
-    fetch(again, longer)
-    again.check(longer, 8)
+    assert fetched(model_of("hybrid", page_size=4, store=store), longer) == 8
 
 
 def test_a_state_that_cannot_be_written(model_of, store, failures):
@@ -136,9 +130,7 @@ def test_a_state_that_cannot_be_written(model_of, store, failures):
     stored(model, prompt(8))
     assert failures() == {"page_write": 1}
     assert (len(files(store, True)), len(files(store, False))) == (0, 2)
-    again = model_of("hybrid", page_size=4, store=store)
-    fetch(again, prompt(8))
-    again.check(prompt(8), 0)
+    assert fetched(model_of("hybrid", page_size=4, store=store), prompt(8)) == 0
 
 
 @pytest.mark.parametrize(("part", "layout"), [("_conv_", "fp4"), ("_temporal", "bf16")])
@@ -150,19 +142,17 @@ def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(model_of, store, failures
     def parts():
         return {Path(base, name) for base, _, names in os.walk(store) for name in names if part in name}
 
-    stored(model_of("hybrid", layout, page_size=4, store=store, backend="nixl"), short)
+    server = partial(model_of, "hybrid", layout, page_size=4, store=store, backend="nixl")
+    stored(server(), short)
     of_short = parts()
-    stored(model_of("hybrid", layout, page_size=4, store=store, backend="nixl"), longer)
+    stored(server(), longer)
     (of_longer,) = parts() - of_short
     assert len(of_short) == 1
-    again = model_of("hybrid", layout, page_size=4, store=store, backend="nixl")
-    fetch(again, longer)
-    again.check(longer, 16)
+    assert fetched(server(), longer) == 16
     assert failures() == {}
     flip(of_longer)
-    third = model_of("hybrid", layout, page_size=4, store=store, backend="nixl")
-    fetch(third, longer)
-    third.check(longer, 0)
+    third = server()
+    assert fetched(third, longer) == 0
     assert failures() == {"page_checksum": 1}
     fetch(third, short)
     third.check(longer, 8)

@@ -6,7 +6,6 @@ absent.
 
 import pytest
 from host_tier import stride_bytes
-from test_controller import Broken, torch_too
 from tree_model import Request
 
 TREES = ["rust", "python"]
@@ -16,22 +15,13 @@ def prompt(length, first=0):
     return list(range(first, first + length))
 
 
-def break_backups(tier, patched):
-    """Make backups of one tier fail, with the engine and with torch."""
-    channels = tier._channels.to_host
-    for channel in channels:
-        patched.setattr(channel, "engine", Broken(channel.plan))
-    torch_too(channels, patched)
-
-
 # -------------------------------------------------------------------- there and back
 
 
 def test_states_alone_are_loaded_where_the_rows_never_left(model_of):
     model = model_of("hybrid")
     short, longer = prompt(4), prompt(9)
-    model.put(short)
-    model.put(longer)
+    model.put(short, longer)
     model.evict(tokens=0, states=1)  # the state of the least recently used node, whose rows have a child
     model.check(short, 4)
     model.evict()
@@ -41,8 +31,7 @@ def test_states_alone_are_loaded_where_the_rows_never_left(model_of):
 def test_a_state_that_comes_after_its_rows_is_backed_up_alone(model_of):
     """Two prompts part in the middle of a node: the first half has rows on the host, but no state."""
     model = model_of("hybrid")
-    model.put(prompt(8))
-    model.put(prompt(4) + prompt(4, 200))
+    model.put(prompt(8), prompt(4) + prompt(4, 200))
     used = model.tiers[0].size - model.tiers[0].available_size()
     model.put(prompt(4))
     assert model.tiers[0].size - model.tiers[0].available_size() == used
@@ -56,8 +45,7 @@ def test_a_state_that_comes_after_its_rows_is_backed_up_alone(model_of):
 def locked(model):
     """Fill the pool of states with prompts whose backups are not acknowledged; returns the prompts."""
     prompts = [prompt(4, 100 * at) for at in range(model.requests.mamba_pool.size)]
-    for tokens in prompts:
-        model.put(tokens, settle=False)
+    model.put(*prompts, settle=False)
     assert model.requests.mamba_allocator.available_size() == 0
     assert model.cache.mamba_evictable_size() == 0
     return prompts
@@ -78,15 +66,13 @@ def test_a_hit_waits_for_the_backups_that_lock_all_states(model_of, tree):
 def test_a_hit_waits_for_the_loads_that_lock_all_states(model_of, tree):
     model = model_of("hybrid", tree=tree, slots=4)
     first, second = prompt(4), prompt(4, 100)
-    for tokens in (first, second):
-        model.put(tokens)
+    model.put(first, second)
     model.evict()
     for tokens in (first, second):
         request = Request()
         model.go_on(tokens, request)  # a slot for the node, and one for itself
         model.requests.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
-    model.put(prompt(4, 200), settle=False)
-    model.put(prompt(4, 300), settle=False)
+    model.put(prompt(4, 200), prompt(4, 300), settle=False)
     assert model.cache.mamba_evictable_size() == model.requests.mamba_allocator.available_size() == 0
     model.check(first, 4)
 
@@ -96,10 +82,7 @@ def test_a_hit_waits_for_the_loads_that_lock_all_states(model_of, tree):
 
 @pytest.mark.parametrize(
     ("kind", "drafts", "host"),
-    [
-        ("hybrid", ", packed draft", "fp4"),
-        ("hybrid DSA", ", plain packed draft", "same"),
-    ],
+    [("hybrid", ", packed draft", "fp4"), ("hybrid DSA", ", plain packed draft", "same")],
 )
 def test_gigabytes_are_split_by_the_bytes_of_the_host(model_of, kind, host, drafts):
     """Rows and states get equally many host slots per device slot; all pools together take the bytes.

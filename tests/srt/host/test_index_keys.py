@@ -7,13 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_tier import backup, host_pool, load, page_memory, slots
-from pools import GUARD, device_pool, dsa_pool, everything
-from test_controller import Broken, torch_too
+from host_tier import backup, host_pool, load, page_memory
+from pools import GUARD, device_pool, dsa_pool, everything, fill, guard
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hybrid_cache.host_pool_config import prepare_host_pool_config
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_host_pool_group
+from sglang.srt.mem_cache.pool_host import base
+from test_controller import broken
 from test_every_model import family
 from test_hybrid_stores import files, stored
 
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
+from sgl_kvpool.srt.host import storage_mixin
+from sgl_kvpool.srt.host.memory import HostTierTooLarge
+from sgl_kvpool.srt.pool.regions import canonical_view
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 pytestmark = pytest.mark.usefixtures("no_reserve", "published")
 PAGE, KEY_BYTES = 64, 64 * 132
@@ -54,9 +62,7 @@ def test_a_layer_arrives_with_its_index_keys(label):
     for data in parts.values():
         data[...] = GUARD
     for layer in range(8):
-        tier.load_to_device_per_layer(
-            None, slots([2, 0], PAGE), slots([1, 4], PAGE), layer, "kernel", is_draft=layer == 7
-        )
+        load(tier, [2, 0], [1, 4], layers=[layer], is_draft=layer == 7)
         for place, (name, data) in enumerate(parts.items()):
             arrived = name[1] <= layer
             for page in range(len(data)):
@@ -70,9 +76,6 @@ def test_a_layer_arrives_with_its_index_keys(label):
 )
 def test_a_page_has_all_bytes_of_the_pools(target, layout, host):
     """SGLang compares what target and draft declare, and neither declares index keys."""
-    from sgl_kvpool.srt.pool.regions import canonical_view
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
     options = {"host_tier": HostTierOptions(layout=host)}
     pools = [target(layout, **options), sparse(layout, layers=1, **options)]
     content_bytes = sum(group.bytes_per_page for pool in pools for group in canonical_view(pool).groups)
@@ -90,12 +93,8 @@ def test_a_page_has_all_bytes_of_the_pools(target, layout, host):
 )
 def test_sglangs_own_pools_keep_its_tier(host_server, kernels, layout, stock, pools):
     """Rows of 1152 and of 656 bytes without a layout; `test_dsa_pool.py` has layouts without our tier."""
-    from sglang.srt.mem_cache.hybrid_cache.host_pool_config import prepare_host_pool_config
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_host_pool_group
-
-    host_server(
-        page_size=PAGE, hicache_ratio=2.0, hicache_mem_layout="page_first", hicache_io_backend="kernel"
-    )
+    given = {"hicache_mem_layout": "page_first", "hicache_io_backend": "kernel"}
+    host_server(page_size=PAGE, hicache_ratio=2.0, **given)
     pool = sparse(layout, stock=stock)
     config = prepare_host_pool_config(
         decls=pool.host_pool_decls(), full_layer_mapping={i: i for i in range(7)}, transfer_layer_id_max=7,
@@ -125,8 +124,7 @@ def test_a_backup_without_index_keys_is_lost(model_of, store, failures, monkeypa
     """Rows arrived, keys did not: the page is neither loaded nor stored."""
     model = model_of("DSA", page_size=PAGE, pages=16, store=store)
     (keys,) = model.tier._channels.to_host[1:]
-    monkeypatch.setattr(keys, "engine", Broken(keys.plan))
-    torch_too([keys], monkeypatch)
+    broken([keys], monkeypatch)
     _, one, _, _ = family(PAGE)
     stored(model, one)
     model.evict()
@@ -137,61 +135,46 @@ def test_a_backup_without_index_keys_is_lost(model_of, store, failures, monkeypa
 
 def test_index_keys_of_a_draft_with_a_tier_of_its_own_have_room(monkeypatch):
     """SGLang allocates them behind our pool; its error would name no argument."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    from sgl_kvpool.srt.host.memory import HostTierTooLarge
-
     tokens = 10 * PAGE
     arguments = {"with_checksum": False, "host_token_capacity": tokens}
     monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: tokens * (416 + 132))
     assert host_pool(sparse(layers=1), **arguments).page_bytes == PAGE * 416
     monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: tokens * (416 + 132) - 1)
-    with pytest.raises(
-        HostTierTooLarge, match=f"for {tokens} tokens .*smaller --hicache-ratio or --hicache-"
-    ):
+    text = f"for {tokens} tokens .*smaller --hicache-ratio or --hicache-"
+    with pytest.raises(HostTierTooLarge, match=text):
         host_pool(sparse(layers=1), **arguments)
 
 
 def test_names_of_pages(monkeypatch):
     """Dense pages keep their names; others have the layers with keys and whether SGLang rotated the keys."""
-    from sglang.srt.environ import envs
-
-    from sgl_kvpool.srt.host import storage_mixin
-
     dense = "fp4-r512-p64-b416-v1-host_fp4-l0.7.0-t64-s2"
-    found = [host_pool(sparse()).storage_format_tag]
+
+    def tag(skipped=SKIPPED):
+        pool = dsa_pool("fp4", start_layer=0, layer_num=7, skip_topk_layers=skipped)
+        return host_pool(pool).storage_format_tag
+
+    found = [tag()]
     monkeypatch.setattr(storage_mixin, "is_cuda", lambda: True)
-    found.append(host_pool(sparse()).storage_format_tag)
+    found.append(tag())
     with envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.override(True):
-        assert host_pool(sparse()).storage_format_tag == found[0]
-    found.append(host_pool(dsa_pool("fp4", start_layer=0, layer_num=7, skip_topk_layers=SKIPPED[::-1])))
-    found[-1] = found[-1].storage_format_tag
+        assert tag() == found[0]
+    found.append(tag(SKIPPED[::-1]))
     assert len({*found}) == 3
-    assert all(tag.startswith(f"{dense}-i4x8448.") for tag in found)
-    assert (
-        host_pool(dsa_pool("fp4", start_layer=0, layer_num=7, skip_topk_layers=[True] * 7)).storage_format_tag
-        == dense
-    )
+    assert all(each.startswith(f"{dense}-i4x8448.") for each in found)
+    assert tag([True] * 7) == dense
 
 
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_pooled_index_keys(host):
     """GLM-5.3-Flash: a page of 256 tokens has 64 keys; tails of requests stay on the device."""
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
     pool = dsa_pool(
         "bf16", start_layer=0, layer_num=2, page_size=256, size=1024, index_kpool=4,
         index_kpool_compress=True, max_running_requests=2, host_tier=HostTierOptions(layout=host),
     )  # fmt: skip
     tier, parts = host_pool(pool), everything(pool)
-    generator = np.random.default_rng(5)
-    for name, data in parts.items():
-        if name[0] == "index":
-            data[...] = generator.integers(0, 256, data.shape)
-    was = {name: data.copy() for name, data in parts.items()}
+    was = fill(pool, 5)
     backup(tier, [1], [3])
-    for data in parts.values():
-        data[...] = GUARD
+    guard(pool)
     load(tier, [1], [2], layers=range(2))
     for name in [("index", 0), ("index", 1)]:
         assert np.array_equal(parts[name][2], was[name][3])

@@ -9,10 +9,10 @@ from host_tier import host_pool
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import device_pool
+from sglang.srt.mem_cache.pool_host import base
 
 from sgl_kvpool.srt.host.memory import page_chunks
-
-# ------------------------------------------------------------------ too much
+from sgl_kvpool.transfer.host_options import RESERVED_BYTES
 
 
 def test_a_ratio_that_does_not_fit(no_reserve):
@@ -23,8 +23,6 @@ def test_a_ratio_that_does_not_fit(no_reserve):
 
 def test_sglangs_reserve_is_named(published, monkeypatch):
     """Without the fixture that removes the reserve: SGLang keeps all memory of this machine free."""
-    from sglang.srt.mem_cache.pool_host import base
-
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 1 << 50)
     with pytest.raises(ValueError, match=r"keeps 1125899\.9 GB of host memory free"):
         host_pool(device_pool("fp4"))
@@ -32,10 +30,6 @@ def test_sglangs_reserve_is_named(published, monkeypatch):
 
 def test_what_sglang_keeps_free(published):
     """Our copy of SGLang's reserve, which the demo and the doctor read without importing SGLang."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    from sgl_kvpool.transfer.host_options import RESERVED_BYTES
-
     assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == RESERVED_BYTES
 
 
@@ -54,9 +48,6 @@ def test_a_real_limit_of_memory(no_reserve):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert host_pool(pool, host_size=0.01).page_num > 0
-
-
-# ------------------------------------------------------------------ chunks
 
 
 @given(

@@ -8,7 +8,7 @@ import torch
 from direct_stores import MemoryStore, filled, get, put
 from model_kinds import KINDS, pool_of, publish_server
 from refused_calls import THREADS, refuse
-from test_hybrid_stores import fetch, files, stored
+from test_hybrid_stores import fetched, files, stored
 from test_hybrid_tree import prompt
 from tree_model import build
 
@@ -34,8 +34,7 @@ class Rank(rank_processes.Rank):
         with pytest.raises(RuntimeError, match="can't start new thread"):
             threading.Thread(target=print).start()
         stored(first, tokens)
-        fetch(again, tokens)
-        found = {"files": len(files(store, False)), "length": again.check(tokens)}
+        found = {"files": len(files(store, False)), "length": fetched(again, tokens)}
         again.controller.detach_storage_backend()
         filled(again.tier)  # for a store without copies
         again.controller.storage_backend = MemoryStore(again.tier)

@@ -7,14 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.srt.host.page_format import (
-    CHECKSUM_BYTES,
-    checksum,
-    damage,
-    first_damage,
-    write_checksum,
-    write_checksums,
-)
+from sgl_kvpool.srt.host import page_format
 from sgl_kvpool.transfer.slots import pages_of, slot_list_problem
 
 
@@ -31,46 +24,34 @@ def test_whole_pages(page_size, pages, first_page, dtype):
     assert pages_of(slots, page_size).tolist() == pages
 
 
-@given(
-    page_size=st.sampled_from([2, 3, 8]),
-    slots=st.lists(st.integers(0, 40), min_size=1, max_size=24),
-)
+@given(page_size=st.sampled_from([2, 3, 8]), slots=st.lists(st.integers(0, 40), min_size=1, max_size=24))
 def test_any_list(page_size, slots):
     pages = [slots[i : i + page_size] for i in range(0, len(slots), page_size)]
-    whole = all(
-        len(page) == page_size
-        and page[0] % page_size == 0
-        and page == list(range(page[0], page[0] + page_size))
-        for page in pages
-    )
+    whole = all(p[0] % page_size == 0 and p == list(range(p[0], p[0] + page_size)) for p in pages)
     fine = whole and len({page[0] for page in pages}) == len(pages) and max(slots) < 5 * page_size
     assert (slot_list_problem(torch.tensor(slots), page_size, 5) is None) == fine
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
-        torch.tensor([0.0, 1.0]),
-        torch.tensor([[0, 1]]),
-        *(torch.tensor([0, 1], dtype=t) for t in (torch.uint8, torch.int16, torch.bool)),
-    ],
-)
+OTHER_DTYPES = [torch.tensor([0, 1], dtype=dtype) for dtype in (torch.uint8, torch.int16, torch.bool)]
+
+
+@pytest.mark.parametrize("slots", [torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), *OTHER_DTYPES])
 def test_slot_lists_of_other_dtypes_or_shapes_are_refused(slots):
     assert "expected a list of int64" in slot_list_problem(slots, 2, 5)
 
 
 @given(page=st.binary(min_size=1, max_size=600), tag=st.text(max_size=9), key=st.text(max_size=9))
 def test_a_page_with_its_checksum_is_undamaged(page, tag, key):
-    sealed = np.frombuffer(page + bytes([0xEE]) * CHECKSUM_BYTES, dtype=np.uint8).copy()
-    write_checksum(sealed, tag, key)
-    assert sealed[:-CHECKSUM_BYTES].tobytes() == page
-    assert damage(sealed, tag, key) is None
+    sealed = np.frombuffer(page + bytes([0xEE]) * page_format.CHECKSUM_BYTES, dtype=np.uint8).copy()
+    page_format.write_checksum(sealed, tag, key)
+    assert sealed[: -page_format.CHECKSUM_BYTES].tobytes() == page
+    assert page_format.damage(sealed, tag, key) is None
 
 
 @given(page=st.binary(min_size=2, max_size=600), data=st.data())
 def test_changes_of_page_tag_or_key_are_damage(page, data):
-    sealed = np.frombuffer(page + bytes(CHECKSUM_BYTES), dtype=np.uint8).copy()
-    write_checksum(sealed, "tag", "key")
+    sealed = np.frombuffer(page + bytes(page_format.CHECKSUM_BYTES), dtype=np.uint8).copy()
+    page_format.write_checksum(sealed, "tag", "key")
     changed = sealed.copy()
     changed[data.draw(st.integers(0, len(sealed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     for bad, tag, key in (
@@ -83,12 +64,12 @@ def test_changes_of_page_tag_or_key_are_damage(page, data):
         (sealed, "tag", ""),
         (sealed[:5], "tag", "key"),
     ):
-        assert damage(bad, tag, key) is not None
+        assert page_format.damage(bad, tag, key) is not None
 
 
 def test_the_checksum_is_xxh3():
     """A fixed value, so that later releases read pages that this one stored."""
-    found = checksum(np.arange(200, dtype=np.uint8), "fp4", "k")
+    found = page_format.checksum(np.arange(200, dtype=np.uint8), "fp4", "k")
     seed = xxhash.xxh3_64_intdigest(b"3 1 fp4k")
     assert found == xxhash.xxh3_128(bytes(range(200)), seed=seed).digest()
     assert found.hex() == "fadf6ae6672f845930246af74ec80097"
@@ -99,12 +80,12 @@ def test_the_first_damaged_of_several(page_bytes):
     """On one thread and on several; the size of the pages decides."""
     pages = np.random.default_rng(0).integers(0, 256, (9, page_bytes), dtype=np.uint8)
     keys = [str(n) for n in range(9)]
-    write_checksums(list(pages), "tag", keys)
-    assert first_damage(list(pages), "tag", keys) is None
-    assert first_damage([], "tag", []) is None
+    page_format.write_checksums(list(pages), "tag", keys)
+    assert page_format.first_damage(list(pages), "tag", keys) is None
+    assert page_format.first_damage([], "tag", []) is None
     pages[6, 5] ^= 1
     pages[3, -1] ^= 1
-    place, what = first_damage(list(pages), "tag", keys)
+    place, what = page_format.first_damage(list(pages), "tag", keys)
     assert (place, what) == (3, "its checksum does not match its bytes, format and key")
     with pytest.raises(ValueError, match="9 pages for 8 keys"):
-        first_damage(list(pages), "tag", keys[1:])
+        page_format.first_damage(list(pages), "tag", keys[1:])

@@ -45,25 +45,19 @@ def test_ranks_with_other_requests_are_not_asked(seen):
 
 
 def test_a_list_that_one_rank_refuses_is_a_miss_on_both(seen):
-    lengths, one, other = agreed(seen["free-host-pages"])
-    assert lengths == [0, LONG]
-    assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
+    assert agreed(seen["free-host-pages"]) == ([0, LONG], {"load_elsewhere": 1}, {"load_pages": 1})
 
 
 @pytest.mark.parametrize(("which", "kind"), [("rows", "page_read"), ("states", "page_checksum")])
 def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kind):
     """SGLang agrees on the fetched pages (`_reduce_prefetch_ack`), if our hooks count right on each rank."""
-    lengths, one, other = agreed(seen[f"unreadable-{which}"])
-    assert lengths == [0, LESS, LONG]
-    assert (one, other) == ({}, {kind: 1})
+    assert agreed(seen[f"unreadable-{which}"]) == ([0, LESS, LONG], {}, {kind: 1})
 
 
 @pytest.mark.parametrize("part", [*SHARDS, "index-keys"])
 def test_a_rank_that_cannot_read_its_page_shortens_the_prefix_of_all(seen, part):
     """Of a sparse model a rank's page has its own rows, and the index keys that all ranks have."""
-    lengths, one, other = agreed(seen[f"unreadable-{part}"])
-    assert lengths == [LESS, LESS, LONG]
-    assert (one, other) == ({}, {"page_checksum": 1})
+    assert agreed(seen[f"unreadable-{part}"]) == ([LESS, LESS, LONG], {}, {"page_checksum": 1})
 
 
 def test_pipeline_stages_cannot_agree_and_end(seen):

@@ -6,6 +6,10 @@ from codec_oracle import LAYOUTS, narrower
 from host_tier import LABELS, page_memory, tier_of
 from pools import ARRANGEMENTS, START, device_pool, fill, memory
 
+from sgl_kvpool.srt.host import rows
+from sgl_kvpool.srt.self_check import Difference, check_rows, check_tier
+from sgl_kvpool.transfer.host_options import HostTierOptions
+
 
 def alone(good):
     """The agreement among ranks on a server with one rank."""
@@ -15,10 +19,11 @@ def alone(good):
 class Left:
     """The state that a check must leave unchanged."""
 
-    def __init__(self, controller, pool):
-        self.controller, self.tier, self.pool = controller, tier_of(controller), pool
+    def __init__(self, controller):
+        self.controller, self.tier = controller, tier_of(controller)
+        self.pool = controller.mem_pool_host.anchor_entry.device_pool
         page_memory(self.tier)[...] = 0xEE
-        fill(pool)
+        fill(self.pool)
         self.before = self.now()
 
     def now(self):
@@ -26,8 +31,8 @@ class Left:
         free = (tier.available_size(), allocator.available_size(), int(tier.slot_used.sum()))
         return [part.tobytes() for part in (*memory(self.pool), page_memory(tier))], free
 
-    def check(self, found):
-        assert found == "2 pages to the host tier and back"
+    def check(self):
+        assert check_tier(self.controller, alone) == "2 pages to the host tier and back"
         assert self.now() == self.before
         assert not self.controller.has_inflight_device_transfers()
 
@@ -36,45 +41,31 @@ class Left:
     ("layout", "arrangement", "page_size", "label"), crossed(LAYOUTS, ARRANGEMENTS, [1, 4], LABELS)
 )
 def test_pages_of_the_same_layout(controller_of, layout, arrangement, page_size, label):
-    from sgl_kvpool.srt.self_check import check_tier
-
-    pool = device_pool(layout, arrangement, page_size, pages=9)
-    controller = controller_of(pool, label)
-    left = Left(controller, pool)
-    left.check(check_tier(controller, alone))
+    Left(controller_of(device_pool(layout, arrangement, page_size, pages=9), label)).check()
 
 
 @pytest.mark.parametrize(
-    ("layout", "host"),
-    [(layout, host) for layout in LAYOUTS for host in narrower(layout)],
+    ("layout", "host"), [(layout, host) for layout in LAYOUTS for host in narrower(layout)]
 )
 def test_pages_of_a_narrower_layout(controller_of, layout, host):
-    from sgl_kvpool.srt.self_check import check_tier
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
     scales = {START: 0.5} if layout == "fp8" else {}
     pool = device_pool(layout, pages=9, host_tier=HostTierOptions(layout=host), k_scales=scales)
     controller = controller_of(pool)
     assert tier_of(controller).row_format.layout.value == host
-    left = Left(controller, pool)
-    left.check(check_tier(controller, alone))
+    Left(controller).check()
 
 
 @pytest.mark.parametrize(
     ("kind", "page_size"), [("hybrid", 4), ("hybrid DSA", 64), ("DSA, packed draft", 64)]
 )
 def test_hybrid_and_sparse_models(model_of, kind, page_size):
-    from sgl_kvpool.srt.self_check import check_rows, check_tier
-
     model = model_of(kind, page_size=page_size)
-    left = Left(model.controller, model.pool.row_pool)
+    left = Left(model.controller)
     assert check_rows(model.pool).startswith("rows of ")
-    left.check(check_tier(model.controller, alone))
+    left.check()
 
 
 def test_a_tier_without_free_pages(controller_of):
-    from sgl_kvpool.srt.self_check import check_tier
-
     controller = controller_of(device_pool("fp4", pages=9))
     tier_of(controller).alloc(tier_of(controller).available_size())
     assert check_tier(controller, alone) == "no free page for the host tier's check"
@@ -84,9 +75,7 @@ def test_a_tier_without_free_pages(controller_of):
 
 
 def difference(controller):
-    from sgl_kvpool.srt.self_check import Difference, check_tier
-
-    left = Left(controller, controller.mem_pool_host.anchor_entry.device_pool)
+    left = Left(controller)
     with pytest.raises(Difference) as found:
         check_tier(controller, alone)
     assert left.now()[1] == left.before[1]  # slots are returned nevertheless
@@ -116,8 +105,6 @@ def test_index_keys_of_the_target_or_the_draft_that_are_not_loaded(model_of, lay
 
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_a_load_of_other_pages(controller_of, host, monkeypatch):
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
     controller = controller_of(device_pool("bf16", pages=9, host_tier=HostTierOptions(layout=host)))
     tier = tier_of(controller)
     load = tier.load_to_device_per_layer
@@ -130,29 +117,24 @@ def test_a_load_of_other_pages(controller_of, host, monkeypatch):
 
 
 def test_a_conversion_with_k_scales_of_other_layers(controller_of, monkeypatch):
-    from sgl_kvpool.srt.host import rows
-    from sgl_kvpool.transfer.host_options import HostTierOptions
-
     build = rows.build_channels
 
     def reversed_scales(pages, views, device_rows, host_rows, k_scales, *rest):
-        scales = [one[::-1] for one in k_scales]
-        return build(pages, views, device_rows, host_rows, scales, *rest)
+        return build(pages, views, device_rows, host_rows, [one[::-1] for one in k_scales], *rest)
 
     monkeypatch.setattr(rows, "build_channels", reversed_scales)
-    pool = device_pool(
-        "fp8", pages=9, host_tier=HostTierOptions(layout="fp4_fp8_rope"), k_scales={START: 0.5}
-    )
+    options = {"host_tier": HostTierOptions(layout="fp4_fp8_rope"), "k_scales": {START: 0.5}}
+    pool = device_pool("fp8", pages=9, **options)
     assert "rows of fp4_fp8_rope in the host tier: byte " in difference(controller_of(pool))
 
 
 def test_a_backup_that_fails(controller_of, monkeypatch, failures):
     """There is no exception: SGLang goes on, and the pages count as lost."""
     controller = controller_of(device_pool("fp4", pages=9))
-    for channel in tier_of(controller)._channels.to_host:
-        monkeypatch.setattr(channel, "run", lambda *args: 1 / 0)
-    text = difference(controller)
-    assert text == "the host tier: a host page of the list was lost in its backup, see the log"
+    (channel,) = tier_of(controller)._channels.to_host
+    monkeypatch.setattr(channel, "run", lambda *args: 1 / 0)
+    lost = "the host tier: a host page of the list was lost in its backup, see the log"
+    assert difference(controller) == lost
     assert failures() == {"backup_lost": 1}
 
 
@@ -164,11 +146,8 @@ def test_a_controller_that_refuses(controller_of, monkeypatch):
 
 def test_another_rank_that_fails(controller_of):
     """Ranks agree after every step; this rank has found no difference."""
-    from sgl_kvpool.srt.self_check import Difference, check_tier
-
-    pool = device_pool("fp4", pages=9)
-    controller = controller_of(pool)
-    left = Left(controller, pool)
+    controller = controller_of(device_pool("fp4", pages=9))
+    left = Left(controller)
     for step in range(1, 6):
         answers = iter([True] * step + [False])
         with pytest.raises(Difference, match="another rank found a difference, see its log"):

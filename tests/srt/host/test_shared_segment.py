@@ -11,13 +11,14 @@ import torch
 from host_tier import host_pool
 from pools import device_pool
 
-from sgl_kvpool.srt.host.shared_tier import AllocationLog, LostPages, first_difference
+from sgl_kvpool.srt.host import shared_segment
+from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
+from sgl_kvpool.srt.host.shared_tier import AllocationLog, LostPages, SharedTier, first_difference
+from sgl_kvpool.transfer.slots import DevicePages
 
 
 def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path, process_group):
     """Some sandboxes lack the file in /proc."""
-    from sgl_kvpool.srt.host import shared_segment
-
     monkeypatch.setattr(shared_segment, "_BOOT_ID", tmp_path / "boot_id")
     with pytest.raises(ValueError, match="boot_id .* cannot be read .*; give --kv-host-sharing rank"):
         shared_segment.NodeRanks.of(process_group)
@@ -58,8 +59,6 @@ POPULATE = 23  # MADV_POPULATE_WRITE
 
 def test_huge_pages_are_asked_for_before_the_memory_is_there(process_group, mapping):
     """Where the kernel allows them for shared memory (`shmem_enabled`), some are mapped."""
-    from sgl_kvpool.srt.host.shared_segment import NodeRanks, SharedSegment
-
     segment = SharedSegment(NodeRanks.of(process_group), 32 << 20)
     area = area_of(segment.memory)
     assert area["Size"] == area["Rss"] == ["32768", "kB"]
@@ -69,8 +68,6 @@ def test_huge_pages_are_asked_for_before_the_memory_is_there(process_group, mapp
 
 
 def test_a_kernel_without_huge_pages_and_populating(process_group, mapping, monkeypatch):
-    from sgl_kvpool.srt.host import shared_segment
-
     mapping.at = {mmap.MADV_HUGEPAGE: OSError(errno.EINVAL, "Invalid argument")}
     monkeypatch.setattr(shared_segment, "_MADV_POPULATE_WRITE", 12345)  # which this kernel does not know
     segment = shared_segment.SharedSegment(shared_segment.NodeRanks.of(process_group), 1 << 20)
@@ -85,8 +82,6 @@ def test_a_kernel_without_huge_pages_and_populating(process_group, mapping, monk
     ],
 )
 def test_memory_that_the_kernel_does_not_provide(process_group, no_reserve, mapping, call, reason):
-    from sgl_kvpool.srt.host.shared_segment import NodeRanks
-
     mapping.at = {POPULATE: call}
     said = rf"needs 0\.\d\d GB for \d+ tokens .*{reason}.* Give a smaller --hicache-ratio"
     with pytest.raises(ValueError, match=said):
@@ -119,10 +114,6 @@ def test_a_rank_cannot_clear_what_another_one_lost():
 @pytest.mark.parametrize("page_size", [1, 2, 61])
 def test_ranks_divide_a_backup(page_size):
     """Each host page goes to one rank with its device page; the device list may be on a GPU."""
-    from sgl_kvpool.srt.host.shared_segment import NodeRanks
-    from sgl_kvpool.srt.host.shared_tier import SharedTier
-    from sgl_kvpool.transfer.slots import DevicePages
-
     generator = np.random.default_rng(page_size)
     host, device = generator.permutation(50)[:17], generator.permutation(90)[:17] + 1
     slots = (device[:, None] * page_size + np.arange(page_size)).ravel()

@@ -8,6 +8,7 @@ from codec_oracle import ROW_BYTES
 from sharing_model import LONGER, OTHER, PAGE_SIZE, RANKS, SHORT, TOKENS
 from sharing_ranks import CASES, NARROW, PLACED, SEEDS, WIDE
 
+NO_FAILURES = [{}] * RANKS
 ALL = [len(SHORT), len(LONGER), len(OTHER)]
 
 
@@ -43,9 +44,7 @@ def drafts_of(case):
 def test_every_rank_stores_its_pages_and_all_load_from_the_one_copy(seen, case):
     """Each process compares the bytes."""
     wide, narrow, page_size = THERE_AND_BACK[case]
-    lengths, failures = agreed(seen[case])
-    assert lengths == [*ALL, *reversed(ALL)]
-    assert failures == [{}] * RANKS
+    assert agreed(seen[case]) == ([*ALL, *reversed(ALL)], NO_FAILURES)
     # LONGER extends SHORT, so its pages include SHORT's.
     pages = (len(LONGER) + len(OTHER)) // page_size
     # The target and each draft store the same pages.
@@ -62,9 +61,7 @@ def test_every_rank_stores_its_pages_and_all_load_from_the_one_copy(seen, case):
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_others_wait_for_a_rank_that_is_slow(seen, rank, direction):
-    lengths, failures = agreed(seen[f"slow-{rank}-{direction}"])
-    assert lengths == [len(LONGER)] * 4
-    assert failures == [{}] * RANKS
+    assert agreed(seen[f"slow-{rank}-{direction}"]) == ([len(LONGER)] * 4, NO_FAILURES)
 
 
 @pytest.mark.parametrize("what", ["lost", "lost-draft"])
@@ -79,7 +76,7 @@ def test_what_one_rank_lost_is_a_miss_on_all(seen, rank, what):
 
 def test_a_draft_with_a_host_pool_of_its_own_is_refused(seen):
     """Refused before it allocates; the launcher chooses sharing only where SGLang builds no such pool."""
-    assert agreed(seen["own-draft"]) == ([len(LONGER)], [{}] * RANKS)
+    assert agreed(seen["own-draft"]) == ([len(LONGER)], NO_FAILURES)
     for found in seen["own-draft"]:
         assert found["pools"] == 1
         assert "does not work with --kv-host-sharing node" in found["error"]
@@ -89,11 +86,13 @@ def test_a_draft_with_a_host_pool_of_its_own_is_refused(seen):
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_backup_that_one_rank_refuses_is_made_by_none(seen, rank):
     """All ranks refuse it, so that their allocators stay equal, and the tier goes on."""
-    lengths, failures = agreed(seen[f"refused-{rank}"])
-    assert lengths == [0, len(OTHER)]
-    assert failures == [{"backup_pages": 1}] * RANKS
-    free = {found["free"] for found in seen[f"refused-{rank}"]}
-    assert len(free) == 1
+    assert agreed(seen[f"refused-{rank}"]) == ([0, len(OTHER)], [{"backup_pages": 1}] * RANKS)
+    assert len({found["free"] for found in seen[f"refused-{rank}"]}) == 1
+
+
+def allocations_differ(moved):
+    words = (f"rank {rank}: alloc of {4 if rank == moved else 20} slots from 8" for rank in range(RANKS))
+    return "at operation 3, " + "; ".join(words)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -104,20 +103,15 @@ def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
     assert lengths == [0, 0, 0]
     assert all(found["tier_disagreement"] == 1 for found in failures)
     for found in seen[case]:
-        assert found["kept"] == [[]]
-        words = [
-            f"rank {other}: alloc of {4 if other == rank else 20} slots from 8" for other in range(RANKS)
-        ]
-        assert found["detail"] == "at operation 3, " + "; ".join(words)
+        assert (found["kept"], found["detail"]) == ([[]], allocations_differ(rank))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_that_would_load_other_pages_end_the_tier(seen, rank):
     """All these pages are allocated and were stored, so only the lists differ."""
     case = f"other-list-{rank}"
-    lengths, failures = agreed(seen[case])
-    assert lengths == [len(OTHER), 0, 0]
-    assert failures == [{"tier_disagreement": 1, "load_elsewhere": 1, "load_pages": 1}] * RANKS
+    counted = {"tier_disagreement": 1, "load_elsewhere": 1, "load_pages": 1}
+    assert agreed(seen[case]) == ([len(OTHER), 0, 0], [counted] * RANKS)
     starts = [24 if other == rank else 0 for other in range(RANKS)]
     words = "; ".join(f"rank {other}: 28 slots from {start}" for other, start in enumerate(starts))
     assert {found["detail"] for found in seen[case]} == {f"at a load, {words}"}
@@ -125,8 +119,7 @@ def test_ranks_that_would_load_other_pages_end_the_tier(seen, rank):
 
 def test_no_request_changes_ranks_that_share_a_tier_to_write_back(seen):
     """SGLang takes the policy from a request to attach a store, even if a store is already attached."""
-    lengths, failures = agreed(seen["write-back-later"])
-    assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
+    assert agreed(seen["write-back-later"]) == ([len(LONGER)], NO_FAILURES)
     for found in seen["write-back-later"]:
         assert found["policy"] == "write_through"
         assert found["done"] == [True, True]
@@ -137,17 +130,14 @@ def test_no_request_changes_ranks_that_share_a_tier_to_write_back(seen):
 
 def test_pages_of_an_aborted_request_are_not_reused_while_the_first_rank_reads_into_them(seen):
     """The other ranks finished long before. A store that is detached and attached again finds its pages."""
-    lengths, failures = agreed(seen["aborted"])
-    assert lengths == [16] * 8 + [len(LONGER)]
-    assert failures == [{}] * RANKS
+    assert agreed(seen["aborted"]) == ([16] * 8 + [len(LONGER)], NO_FAILURES)
     for found in seen["aborted"]:
         assert (found["held"], found["leaked"], found["done"]) == (len(LONGER), 0, [True, True])
 
 
 def test_each_machine_has_a_copy(seen):
     """Two ranks on one machine and one rank on another, whose own tier has the same size."""
-    lengths, failures = agreed(seen["machines"])
-    assert (lengths, failures) == ([*ALL, *reversed(ALL)], [{}] * RANKS)
+    assert agreed(seen["machines"]) == ([*ALL, *reversed(ALL)], NO_FAILURES)
     pages = range((len(LONGER) + len(OTHER)) // PAGE_SIZE)
     assert [rank["kept"] for rank in seen["machines"]] == [[[*pages[::2]]], [[*pages[1::2]]], [[*pages]]]
     assert {rank["tokens"] for rank in seen["machines"]} == {TOKENS + PAGE_SIZE}
@@ -158,8 +148,7 @@ def test_each_machine_has_a_copy(seen):
 )
 def test_the_first_rank_of_each_machine_reads_the_store(seen, case, reading):
     """The drafts' rows too; a file that another rank could not read does no harm."""
-    lengths, failures = agreed(seen[case])
-    assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
+    assert agreed(seen[case]) == ([len(LONGER)], NO_FAILURES)
     pages = len(LONGER) // PAGE_SIZE
     assert [rank["reads"] for rank in seen[case]] == [pages * (rank in reading) for rank in range(RANKS)]
     assert {rank["files"] for rank in seen[case]} == {pages}
@@ -169,9 +158,7 @@ def test_ranks_of_another_machine_are_named(seen):
     """The two ranks of the other machine agree with each other."""
     _, failures = agreed(seen["machines-moved"])
     assert all(found["tier_disagreement"] == 1 for found in failures)
-    details = {found["detail"] for found in seen["machines-moved"]}
-    words = "; ".join(f"rank {rank}: alloc of {4 if rank == 2 else 20} slots from 8" for rank in range(3))
-    assert details == {f"at operation 3, {words}"}
+    assert {found["detail"] for found in seen["machines-moved"]} == {allocations_differ(2)}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -187,16 +174,11 @@ def test_a_mixture_of_pressure_and_faults(seen, seed):
 
 
 def test_a_tier_that_was_flushed_goes_on(seen):
-    assert agreed(seen["flushed"]) == ([0, len(OTHER)], [{}] * RANKS)
+    assert agreed(seen["flushed"]) == ([0, len(OTHER)], NO_FAILURES)
 
 
 def test_what_the_first_rank_cannot_read_ends_the_prefix_on_all(seen):
-    lengths, failures = agreed(seen["store-0"])
-    assert lengths == [4 * PAGE_SIZE]
-    assert failures == [{"page_read": 1}, {}, {}]
-
-
-# -------------------------------------------------------------------- the self-check
+    assert agreed(seen["store-0"]) == ([4 * PAGE_SIZE], [{"page_read": 1}, {}, {}])
 
 
 def test_a_load_that_fails_on_one_rank_ends_the_check_on_all(seen):
@@ -226,7 +208,7 @@ def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, case, said):
 @pytest.mark.parametrize("case", ["alone-0", "alone-2", "machines-alone"])
 def test_sharing_that_auto_chose_and_the_system_refuses_is_left_out_by_all(seen, case):
     """One rank warns."""
-    assert agreed(seen[case]) == ([len(LONGER)], [{}] * RANKS)
+    assert agreed(seen[case]) == ([len(LONGER)], NO_FAILURES)
     assert [found["own"] for found in seen[case]] == [True] * RANKS
     ((line,), *others) = (found["said"] for found in seen[case])
     assert others == [[], []]

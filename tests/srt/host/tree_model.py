@@ -16,6 +16,16 @@ import torch
 from codec_oracle import ROW_BYTES
 from host_tier import allocator_of
 from pools import GUARD
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache import base_prefix_cache, kv_cache_builder
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_auto_size import auto_size_hicache
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode, HiCacheDraftPlan
 
 RANK, ROPE = 512, 64
 
@@ -42,8 +52,6 @@ class Request:
     """The attributes of a request that SGLang's tree reads."""
 
     def __init__(self, rid="r"):
-        from sglang.srt.managers.schedule_batch import ReqKvInfo
-
         self.rid, self.kv, self.session = rid, ReqKvInfo(), None
         self.last_node = self.best_match_node = None
         self.host_hit_length = self.swa_host_hit_length = self.mamba_host_hit_length = 0
@@ -57,8 +65,6 @@ class Model:
     """
 
     def __init__(self, cache, pool, requests=None, drafts=()):
-        from sglang.srt.runtime_context import get_parallel
-
         self.cache, self.pool, self.page_size, self.requests = cache, pool, cache.page_size, requests
         self.rank = get_parallel().attn_dcp_rank
         self.layout, host = pool.kv_cache_layout.value, pool.host_tier.layout
@@ -102,8 +108,6 @@ class Model:
     @property
     def tiers(self):
         """Host tiers of rows and of states."""
-        from sglang.srt.mem_cache.hicache_storage import PoolName
-
         entries = self.controller.mem_pool_host.entry_map
         return [entries[name].host_pool for name in (PoolName.KV, PoolName.MAMBA)]
 
@@ -139,11 +143,9 @@ class Model:
         return self._made_of(b"heads", tokens, range(1, len(tokens) + 1), self.head_layers)
 
     def _made_of(self, what, tokens, ends, layers):
+        starts = [array("q", tokens[:end]).tobytes() for end in ends]
         return [
-            [
-                _made(b"%d %s" % (n, what) + array("q", tokens[:end]).tobytes(), layer.shape[-1])
-                for end in ends
-            ]
+            [_made(b"%d %s" % (n, what) + start, layer.shape[-1]) for start in starts]
             for n, layer in enumerate(layers)
         ]
 
@@ -162,18 +164,29 @@ class Model:
     # ---------------------------------------------------------------- what a scheduler does
 
     def key(self, tokens):
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
         return RadixKey(array("q", tokens))
 
-    def put(self, tokens, settle=True):
-        """Compute a prompt behind the device's prefix, and give the tree its rows and its state.
+    def match(self, tokens, **asked):
+        return self.cache.match_prefix(base_prefix_cache.MatchPrefixParams(key=self.key(tokens), **asked))
 
-        Without `settle`, its backup is not acknowledged, and locks them.
+    def put(self, *prompts, settle=True):
+        """Compute prompts behind the device's prefixes, and give the tree their rows and states.
+
+        Without `settle`, their backups are not acknowledged, and lock them.
         """
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+        for tokens in prompts:
+            self._compute(tokens)
+            if settle:
+                self.settle()
 
-        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
+    def returned(self, *prompts):
+        """Lengths that requests continue of prompts that were computed and evicted."""
+        self.put(*prompts)
+        self.evict()
+        return [self.check(tokens) for tokens in prompts]
+
+    def _compute(self, tokens):
+        match = self.match(tokens)
         had = self.cache.path_device_indices(match.last_device_node)
         new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
         assert new is not None
@@ -193,15 +206,10 @@ class Model:
             for part in self.states:
                 part[:, int(state)] = raw[: part[:, 0].size].reshape(part[:, 0].shape)
                 raw = raw[part[:, 0].size :]
-        result = self.cache.insert(
-            InsertParams(
-                key=self.key(tokens), value=torch.cat([had, new]), mamba_value=state, prev_prefix_len=len(had)
-            )
-        )
+        given = {"value": torch.cat([had, new]), "mamba_value": state, "prev_prefix_len": len(had)}
+        result = self.cache.insert(base_prefix_cache.InsertParams(key=self.key(tokens), **given))
         if state is not None and result.mamba_exist:
             self.requests.mamba_allocator.free(state)
-        if settle:
-            self.settle()
 
     def settle(self):
         """Submit backups and take their acknowledgements, as a scheduler's step does."""
@@ -218,9 +226,7 @@ class Model:
 
     def evict(self, tokens=10_000, states=0):
         """Evict rows (with the states of their ends) or states from the device; overwrite what is free."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        self.cache.evict(EvictParams(num_tokens=tokens, mamba_num=states))
+        self.cache.evict(base_prefix_cache.EvictParams(num_tokens=tokens, mamba_num=states))
         pages = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
         for layer in (*self.row_layers, *self.head_layers, *self.index_layers):
             layer[pages] = GUARD
@@ -234,17 +240,15 @@ class Model:
 
     def go_on(self, tokens, request):
         """Slots of the prefix that a request for these tokens continues, loaded as the scheduler does."""
-        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-
         asked = {"cow_mamba": True, "req": request} if self.states else {}
-        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens), **asked))
+        match = self.match(tokens, **asked)
         request.last_node, length = match.last_device_node, match.device_prefix_len
         request.host_hit_length = match.host_hit_length
         request.mamba_host_hit_length = match.mamba_host_hit_length
         if match.host_hit_length > 0 or match.mamba_host_hit_length > 0:
             lock = self.cache.inc_lock_ref(request.last_node)
             request.host_loaded_length, request.last_node = self.cache.init_load_back(
-                InitLoadBackParams(
+                base_prefix_cache.InitLoadBackParams(
                     best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request
                 )
             )
@@ -294,14 +298,6 @@ def build(args, groups, pool, requests=None, packed=(), own=(), tree=None):
 
     `groups` are the process groups and the pipeline stage of the tree.
     """
-    from sglang.srt.mem_cache import kv_cache_builder
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.hicache_auto_size import auto_size_hicache
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode, HiCacheDraftPlan
-
     allocator = allocator_of(pool)
     components = (ComponentType.FULL,) if requests is None else (ComponentType.FULL, ComponentType.MAMBA)
     params = CacheInitParams(

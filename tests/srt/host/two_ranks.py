@@ -1,8 +1,6 @@
-"""One of two processes that are the ranks of a server: SGLang's tree, controller and store in each.
+"""Cases of two ranks (rank_processes.py), with SGLang's tree, controller and store in each.
 
-`python two_ranks.py RANK FOLDER`, with pytest's path, goes through the cases below together with the other
-rank, over gloo, and writes the results. Faults happen on rank 1 only. A rank that waits for the other in
-vain ends after a minute.
+Faults happen on rank 1 only.
 """
 
 import pytest
@@ -10,8 +8,9 @@ import rank_processes
 import torch.distributed as dist
 from model_kinds import KINDS, pool_of, publish_server, request_pool
 from pools import DSA_PAGE
-from test_hybrid_stores import fetch, files, flip, stored
-from test_hybrid_tree import break_backups, prompt
+from test_controller import broken
+from test_hybrid_stores import fetched, files, flip, stored
+from test_hybrid_tree import prompt
 from tree_model import build
 
 PAGE_SIZE, TOKENS = DSA_PAGE, 32 * DSA_PAGE
@@ -60,7 +59,8 @@ class Rank(rank_processes.Rank):
         """Compute a prompt whose backup fails twice on rank 1: of its rows, or of its state."""
         with pytest.MonkeyPatch.context() as patched:
             if self.rank == 1:
-                break_backups(model.tiers[1] if which == "states" else model.tier, patched)
+                tier = model.tiers[1] if which == "states" else model.tier
+                broken(tier._channels.to_host, patched)
             model.put(tokens)
 
     def result_of(self, case):
@@ -78,8 +78,7 @@ class Rank(rank_processes.Rank):
 
 def nothing(ranks):
     model = ranks.model()
-    model.put(SHORT)
-    model.put(LONGER)
+    model.put(SHORT, LONGER)
     model.evict()
     yield model, model.check(LONGER)
     yield model, model.check(SHORT)
@@ -115,8 +114,7 @@ def lost_in_the_second_stage(ranks):
 
 def free_host_pages(ranks):
     model = ranks.model()
-    model.put(SHORT)
-    model.put(LONGER)
+    model.put(SHORT, LONGER)
     model.evict()
     used = model.tiers[0].slot_used.clone()
     if ranks.rank == 1:
@@ -135,14 +133,10 @@ def unreadable(which, place=0.5):
         model = ranks.model(groups, store)
         if ranks.rank == 1:
             damage_what_rank_1_reads(model.controller.storage_backend, store, which, place)
-        fetch(model, LONGER)
-        yield model, model.check(LONGER)
-        fetch(model, SHORT)
-        yield model, model.check(SHORT)
+        yield model, fetched(model, LONGER)
+        yield model, fetched(model, SHORT)
         model.controller.detach_storage_backend()
-        model.put(LONGER)  # computed again
-        model.evict()
-        yield model, model.check(LONGER)
+        yield model, *model.returned(LONGER)  # computed again
 
     return case
 
