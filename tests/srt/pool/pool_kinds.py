@@ -4,17 +4,7 @@ from functools import partial
 
 import codec_oracle as oracle
 import torch
-from pools import (
-    at,
-    device_pool,
-    dsa_pool,
-    guard,
-    hybrid_pool,
-    layer,
-    layer_ids,
-    rows,
-    values,
-)
+from pools import at, device_pool, dsa_pool, guard, hybrid_pool, layer, layer_ids, rows, values
 
 LAYOUTS, PACKED = oracle.LAYOUTS, oracle.PACKED
 #: Page size -> size of the pool, and slots: the last one, the first of a page and its neighbours. Not slot 0,
