@@ -1,5 +1,8 @@
 """HierarchicalStatePoolHost: round trips of states, the view of stores, sizes, GPU engines."""
 
+import ctypes
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,10 @@ from cases import crossed
 from host_tier import LABELS
 from pools import GUARD, STATES, fill, guard, state_pool, state_tensors
 
+from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+from sgl_kvpool.transfer import gpu_engine
 from sgl_kvpool.transfer.engines import GPU_ENGINES
+from sgl_kvpool.transfer.slots import DevicePages, Transfer
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
 
@@ -19,8 +25,6 @@ def stride_of(content_bytes):
 
 def state_tier(pool, label="page_first", ratio=2.0, size=0, **extra):
     """Host tier with guard bytes everywhere."""
-    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
-
     tier = HierarchicalStatePoolHost(pool, ratio, size, label, **extra)
     host_bytes(tier)[...] = GUARD
     return tier
@@ -44,9 +48,6 @@ def move(tier, name, host, device, layers=3):
         return
     for layer in range(layers):
         tier.load_to_device_per_layer(None, *lists, layer, "kernel")
-
-
-# -------------------------------------------------------------------- bytes
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -106,27 +107,19 @@ def test_a_slot_has_one_owner():
 
 def test_what_is_not_carried_is_refused():
     """Side states, which no MLA model has."""
-    from types import SimpleNamespace
-
     pool = state_pool()
     side = torch.zeros(7, 4)
-    pool.register_slot_state(
-        SimpleNamespace(iter_transfer_state_entries=lambda: [("side", side, None, None)])
-    )
+    beside = SimpleNamespace(iter_transfer_state_entries=lambda: [("side", side, None, None)])
+    pool.register_slot_state(beside)
     with pytest.raises(ValueError, match="extra_0 beside the states .*leave out --enable-hierarchical-cache"):
         state_tier(pool)
     with pytest.raises(ValueError, match="a draft's pool has 4 state slots, its target's 7"):
         state_tier(state_pool(), draft_pools=[state_pool(slots=3, layers=[0])])
 
 
-# -------------------------------------------------------------------- stores
-
-
 @pytest.mark.parametrize("kind", STATES)
 def test_stores_get_the_order_of_sglang(kind):
     """Copied pages are SGLang's bytes and a checksum; stores without copies get one address per component."""
-    import ctypes
-
     pool = state_pool(kind)
     fill(pool)
     tier = state_tier(pool)
@@ -145,9 +138,7 @@ def test_stores_get_the_order_of_sglang(kind):
     last = len(components) - 1  # with padding and checksum
     assert [part[: len(want)] for part, want in zip(found, wanted, strict=True)] == wanted
     trailing = [len(part) - len(want) for part, want in zip(found, wanted, strict=True)]
-    assert trailing == [
-        tier.size_per_token - tier.page_bytes if n % (last + 1) == last else 0 for n in range(len(found))
-    ]
+    assert trailing == [*[0] * last, tier.size_per_token - tier.page_bytes] * 2
     assert tier.get_page_buffer_element_size() == sizes[0]
     (buffer,) = tier.get_hybrid_pool_buffer()
     assert all(buffer.data_ptr() <= a < buffer.data_ptr() + buffer.nbytes for a in addresses)
@@ -190,9 +181,6 @@ def test_tags_tell_states_apart():
     assert state_tier(state_pool(slots=9)).storage_format_tag == tags["kda"]
 
 
-# -------------------------------------------------------------------- sizes
-
-
 def test_sizes_by_ratio_and_by_gigabytes():
     pool = state_pool()
     slot = stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
@@ -202,9 +190,6 @@ def test_sizes_by_ratio_and_by_gigabytes():
         state_tier(pool, size=1e6)
 
 
-# -------------------------------------------------------------------- GPU engines, over emulated streams
-
-
 @pytest.mark.parametrize(
     ("engine", "kind", "slot_bytes"),
     [(engine, *of) for engine in GPU_ENGINES for of in crossed([*STATES], [1 << 20, 4096])],
@@ -212,9 +197,6 @@ def test_sizes_by_ratio_and_by_gigabytes():
 def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, nothing_left_out):
     """Through page buffers that hold a whole slot of states, and through smaller ones for a few parts."""
     from emulated import calls, tools
-
-    from sgl_kvpool.transfer import gpu_engine
-    from sgl_kvpool.transfer.slots import DevicePages, Transfer
 
     pool = state_pool(kind)
     fill(pool)

@@ -6,6 +6,7 @@ Requests of real servers are in tests/engine/test_weight_updates.py.
 import re
 import shutil
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,11 @@ from batches import radix_attention
 from direct_stores import KEYS
 from host_tier import slots, tier_of
 from pools import LAYERS, START, device_pool
-from test_hybrid_stores import fetch, prompt, stored
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache.pool_host import common
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from test_hybrid_stores import fetched, prompt, stored
 from test_hybrid_stores import files as files_of
 from test_stores import PAGE_SIZE, filled, get, put
 
@@ -22,6 +27,8 @@ from sgl_kvpool.sglang_plugin.hooks import stores, weights
 from sgl_kvpool.srt.host import store_calls
 from sgl_kvpool.srt.host.served_weights import ServedWeights
 from sgl_kvpool.srt.pool import k_scales
+from sgl_kvpool.srt.pool.k_scales import checked_k_scales
+from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
 KEY = "0123456789abcdef" * 4
@@ -42,12 +49,11 @@ def serve(monkeypatch):
     return start
 
 
-def update(server, version=None, before="default", flush=True):
+def update(server, version=None, k_scales=str):
     """An update of one call, as from a disk."""
-    server.begin(before)
+    server.begin("default")
     server.loaded(version)
-    if flush:
-        assert server.flushed(str)
+    assert server.flushed(k_scales)
 
 
 def started(version="default", random="drawn", own="own"):
@@ -155,10 +161,7 @@ def test_whether_a_session_was_flushed_after_its_last_load():
 
 
 def test_k_scales_are_part_of_a_name():
-    server = started()
-    server.begin("default")
-    server.loaded("v2")
-    assert server.flushed(lambda: "1234abcd")
+    update(server := started(), "v2", lambda: "1234abcd")
     assert server.digits not in ("", started("v2").digits)
 
 
@@ -167,8 +170,7 @@ def test_k_scales_are_part_of_a_name():
 )
 def test_sglangs_check_of_weights_may_overwrite_them(serve, action, changes):
     server = serve()
-    answer = weights._check_weights(lambda *_: "done", None, SimpleNamespace(action=action))
-    assert answer == "done"
+    assert weights._check_weights(lambda *_: "done", None, SimpleNamespace(action=action)) == "done"
     assert server.unsettled == changes
 
 
@@ -179,17 +181,13 @@ def test_what_a_decode_server_still_stores_in_a_flush_keeps_the_old_name(
     serve, controller_of, store, counting, monkeypatch
 ):
     """SGLang flushes while a decode server's generated rows wait for the store, or are being stored."""
-    from sglang.srt.managers import cache_controller
-
     server, goes_on, begun = serve(), threading.Event(), threading.Event()
     monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 1)
     monkeypatch.setattr(k_scales, "_followed", [])
     controller = controller_of(device_pool("fp4", pages=9), store=store)
     filled(controller)
-    before, put_one = (
-        counting("sgl_kvpool_uncached_pages_total", reason="weights"),
-        controller.storage_backend.set,
-    )
+    waiting = partial(counting, "sgl_kvpool_uncached_pages_total", reason="weights")
+    before, put_one = waiting(), controller.storage_backend.set
 
     def slow(*args, **kwargs):
         begun.set()
@@ -204,12 +202,10 @@ def test_what_a_decode_server_still_stores_in_a_flush_keeps_the_old_name(
     assert weights._flush_cache(lambda _: True, SimpleNamespace(tree_cache=None))
     assert server.digits != ""
     goes_on.set()
-    assert [controller.ack_backup_queue.get(timeout=20).completed_tokens for _ in range(2)] == [
-        2 * PAGE_SIZE,
-        0,
-    ]
+    completed = [controller.ack_backup_queue.get(timeout=20).completed_tokens for _ in range(2)]
+    assert completed == [2 * PAGE_SIZE, 0]
     assert sorted(path.name.partition("_")[0] for path in store.iterdir()) == sorted(KEYS[:2])
-    assert counting("sgl_kvpool_uncached_pages_total", reason="weights") - before == 1
+    assert waiting() - before == 1
     controller.write_storage(slots([7], PAGE_SIZE), list(range(4)), hash_value=KEYS[2:3])
     assert controller.ack_backup_queue.get(timeout=20).completed_tokens == PAGE_SIZE
     assert controller.storage_backend.batch_exists(KEYS[2:3]) == 1
@@ -235,11 +231,6 @@ def test_a_page_under_the_name_of_other_weights_is_damaged(serve, controller_of,
 
 def test_pages_of_sglangs_own_host_pool_are_named_too(serve, controller_of, store, monkeypatch):
     """bf16 rows on CUDA: their keys are SGLang's, and contain no row format."""
-    from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-
     monkeypatch.setattr(LayoutMLATokenToKVPool, "has_our_tier", False)
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
     server = serve()
@@ -259,14 +250,11 @@ def test_states_are_named_like_their_rows(serve, model_of, store, failures):
     stored(model, prompt(8))
     update(server, "v2")
     again = model_of("hybrid", page_size=4, store=store)
-    fetch(again, prompt(8))
-    again.check(prompt(8), 0)
+    assert fetched(again, prompt(8)) == 0
     stored(again, prompt(8))
     assert (len(files_of(store, True)), len(files_of(store, False))) == (2, 4)
     serve("v2")
-    third = model_of("hybrid", page_size=4, store=store)
-    fetch(third, prompt(8))
-    third.check(prompt(8), 8)
+    assert fetched(model_of("hybrid", page_size=4, store=store), prompt(8)) == 8
     assert failures() == {}
 
 
@@ -288,8 +276,6 @@ class Attention(torch.nn.ModuleList):
 
 def scheduler_of(graph=None, mode="null"):
     """What the flush asks a scheduler: its graphs, and whether it has peers."""
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-
     runner = SimpleNamespace(decode_cuda_graph_runner=graph, prefill_cuda_graph_runner=None)
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     return SimpleNamespace(weight_updater=updater, disaggregation_mode=DisaggregationMode(mode))
@@ -298,8 +284,6 @@ def scheduler_of(graph=None, mode="null"):
 @pytest.fixture
 def followed(monkeypatch):
     """`followed(pool, model)`: the k_scales of a pool follow those of a model."""
-    from sgl_kvpool.srt.pool.k_scales import checked_k_scales
-
     monkeypatch.setattr(k_scales, "_followed", [])
 
     def follow(pool, model, readers=("kvpool_mla",)):
@@ -334,9 +318,7 @@ def test_a_pool_takes_new_k_scales(published, followed):
         ({}, "flashmla", {}, "k_scale=4.0 in layer .*flashmla does not multiply .*kvpool_mla"),
     ],
 )
-def test_k_scales_that_are_kept_elsewhere_end_the_server(
-    published, followed, pool, readers, scheduler, reason
-):
+def test_k_scales_that_others_keep_end_the_server(published, followed, pool, readers, scheduler, reason):
     followed(device_pool("fp8", pages=9, **pool), model := Attention(1.0), (readers,))
     model.load(4.0)
     changed = f"an update of weights has changed k_scale of layer {START} from 1.0 to 4.0, and "

@@ -51,10 +51,8 @@ def test_a_store_that_the_server_loads_by_its_class(controller_of, store):
     }  # fmt: skip
 
     def server(layout):
-        controller = controller_of(device_pool(layout, pages=9))
-        controller.attach_storage_backend(
-            "dynamic", model_name="model", storage_backend_extra_config=dict(config)
-        )
+        controller, extra = controller_of(device_pool(layout, pages=9)), dict(config)
+        controller.attach_storage_backend("dynamic", model_name="model", storage_backend_extra_config=extra)
         return controller
 
     for layout in ("fp4", "fp8_block_scale"):
@@ -105,9 +103,6 @@ def test_the_folder_is_made_for_this_account_and_checked_at_every_attachment(con
         f"{store} (mode 0755); use a folder that only this account can enter and replace (chmod 700), or set "
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to one"
     ) in caplog.text
-
-
-# ------------------------------------------------------------------ bad files
 
 
 #: Damage -> bytes of a file, given its own, the size of its page and another file's bytes; the failure.
@@ -173,9 +168,6 @@ def test_a_store_that_fails_once(controller_of, store, failures, caplog):
     assert "flaky on purpose" in caplog.text
 
 
-# ------------------------------------------------------------------ stores that cannot be written
-
-
 def test_a_full_disk(controller_of, store, failures):
     """A limit on the file size replaces the full disk: writing fails part of the way, with a real error."""
     controller = controller_of(device_pool("bf16", pages=9), store=store)
@@ -194,13 +186,9 @@ def test_a_full_disk(controller_of, store, failures):
     assert get(controller)[0] == 4
 
 
-# ------------------------------------------------------------------ names of files
-
-
 def test_names_that_are_too_long_are_refused_at_start(controller_of, store, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"names of \d+ bytes, 255 at most; give a shorter --served-model-name"
-    ):
+    refused = r"names of \d+ bytes, 255 at most; give a shorter --served-model-name"
+    with pytest.raises(ValueError, match=refused):
         controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 190)
     without = controller_of(device_pool("fp4", pages=9), model_name="m" * 190)
     for backend in ("file", "nixl"):  # a store that is attached while serving

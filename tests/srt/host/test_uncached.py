@@ -6,11 +6,10 @@ core where Rust is absent.
 
 import os
 import threading
-import time
 
 import pytest
 from direct_stores import Operation
-from host_tier import slots
+from host_tier import slots, until
 
 from sgl_kvpool.metrics import UNCACHED
 from sgl_kvpool.srt.host import store_calls
@@ -42,13 +41,6 @@ def dense(model_of, monkeypatch, tmp_path):
     """`dense(pages, ...)`: a dense model; its store, of the start or attached later, is in `tmp_path`."""
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     return lambda pages, **arguments: model_of("dense", page_size=PAGE, pages=pages, **arguments)
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def keys(tokens):
@@ -107,10 +99,6 @@ def test_a_state_without_room_is_counted(model_of, uncached, caplog):
     assert "the state of 3 tokens of a prompt" in logged(caplog, "tier_full")[0]
 
 
-def small(caplog):
-    return [line for line in caplog.messages if "fill the tier" in line]
-
-
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -123,12 +111,10 @@ def small(caplog):
 )
 def test_a_tier_smaller_than_the_pool_is_named_at_start(dense, caplog, arguments, names):
     dense(24, **arguments)
-    if names is None:
-        assert small(caplog) == []
-    else:
-        (line,) = small(caplog)
-        assert "the host tier has 52 tokens and the device's pool 96" in line
-        assert names in line
+    said = [line for line in caplog.messages if "fill the tier" in line]
+    assert len(said) == (names is not None)
+    assert all("the host tier has 52 tokens and the device's pool 96" in line for line in said)
+    assert all(names in line for line in said)
 
 
 # -------------------------------------------------------------------- a store attached at run time
@@ -145,8 +131,7 @@ def attach(model):
 def test_pages_from_before_a_store_was_attached_are_stored_with_what_extends_them(dense, tree, tmp_path):
     model = dense(64, tree=tree)
     old, other = prompt(8, 0), prompt(5, 500)
-    model.put(old)
-    model.put(other)
+    model.put(old, other)
     attach(model)
     store_what_waits(model)
     assert stored(tmp_path) == []
@@ -169,8 +154,7 @@ def test_each_old_page_is_given_to_the_store_once(dense, tmp_path):
     model = dense(64)
     model.put(prompt(8, 0))
     attach(model)
-    given = []
-    write, model.controller.write_storage = model.controller.write_storage, None
+    given, write = [], model.controller.write_storage
     model.controller.write_storage = lambda *args, **kwargs: given.append(args[2]) or write(*args, **kwargs)
     for n in range(3):
         model.put(prompt(8, 0) + prompt(1, 1000 * (n + 1)))
@@ -204,9 +188,8 @@ def test_a_read_that_hangs_is_counted_while_it_hangs(dense, limit, uncached, cap
     os.remove(tmp_path / name)
     os.mkfifo(tmp_path / name)
 
-    read = in_thread(
-        lambda: model.controller._generic_page_get(Operation(), keys(tokens), slots(range(4), PAGE))
-    )
+    get = model.controller._generic_page_get
+    read = in_thread(lambda: get(Operation(), keys(tokens), slots(range(4), PAGE)))
     until(lambda: uncached() == {"store_slow": 4})
     assert read.is_alive()
     (line,) = logged(caplog, "store_slow")
