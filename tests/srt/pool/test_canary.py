@@ -1,5 +1,6 @@
 """What SGLang's canary finds in pools of rows, by its kernels' reference and its own perturbation."""
 
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -23,10 +24,8 @@ pytestmark = pytest.mark.usefixtures("published")
 CPU = torch.device("cpu")
 MAKE = {
     **{
-        f"{layout} {arrangement}": lambda layout=layout, arrangement=arrangement: pools.device_pool(
-            layout, arrangement, 64, pages=3, layers=9
-        )
-        for layout, arrangement in product(("bf16", "fp4_fp8_rope"), pools.ARRANGEMENTS)
+        " ".join(case): partial(pools.device_pool, *case, 64, pages=3, layers=9)
+        for case in product(("bf16", "fp4_fp8_rope"), pools.ARRANGEMENTS)
     },
     "dsa": lambda: pools.dsa_pool("fp4"),
     "hybrid": lambda: pools.hybrid_pool("fp8", "page_major", page_size=64, size=128),
@@ -49,11 +48,8 @@ class Canary:
         )
         self.state = CanaryDeviceState.allocate(config=config, device=CPU, num_tags=len(CanaryLaunchTag))
         ends = build_endpoints_from_group(group=self.group, device_state=self.state)
-        self.ends, self.mode, self.log = (
-            {end.kernel_kind: end for end in ends},
-            mode,
-            self.state.violation_log,
-        )
+        self.ends, self.mode = {end.kernel_kind: end for end in ends}, mode
+        self.log = self.state.violation_log
 
     def write(self):
         plan = WritePlan.allocate(write_req_capacity=1, device=CPU)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import codec_oracle as oracle
@@ -9,9 +10,18 @@ import numpy as np
 import pools
 import pytest
 import torch
+from host_tier import backup, host_pool, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import ARRANGEMENTS, START, assert_holds, at, copied, device_pool, guard, layer, rows, values
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
+
+from sgl_kvpool.memory.arrangement import rows_of_slots
+from sgl_kvpool.srt.attention.decode_verify import KVLens, ListReader
+from sgl_kvpool.srt.pool.row_pool import RowWriteLoc
+from sgl_kvpool.srt.self_check.rows import check_rows
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -20,8 +30,6 @@ PAGE = 4
 
 @contextmanager
 def as_rank(rank, ranks):
-    from sglang.srt.runtime_context import get_parallel
-
     with get_parallel().override(attn_dcp_rank=rank, attn_dcp_size=ranks, dcp_enabled=True):
         yield
 
@@ -34,10 +42,6 @@ def pools_of(ranks, layout, arrangement, page_size=PAGE):
 
 def write(pool, slots, nope, rope, *, per_step):
     """As a model's MHA form does, with SGLang's slots, or as our backend does, with a step's row numbers."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    from sgl_kvpool.srt.pool.row_pool import RowWriteLoc
-
     loc = RowWriteLoc(pool.rows_to_write(slots)) if per_step else KVWriteLoc(slots)
     pool.set_mla_kv_buffer(layer(START + 1), loc, nope, rope)
 
@@ -69,9 +73,8 @@ def test_every_slot_is_stored_once_and_read_where_it_is_stored(data):
         own = [number for number, slot in enumerate(slots) if slot % ranks == rank]
         with as_rank(rank, ranks):
             # SGLang translates slots into the rank's own before it reads them.
-            found = pool.get_mla_kv_buffer(
-                layer(START + 1), torch.tensor(slots, dtype=torch.int64)[own] // ranks, torch.float32
-            )
+            places = torch.tensor(slots, dtype=torch.int64)[own] // ranks
+            found = pool.get_mla_kv_buffer(layer(START + 1), places, torch.float32)
             assert pool.page_stride.dcp_size == ranks
         decoded = oracle.decode(expected[own], layout, 512, 64) if own else np.empty((0, 576))
         assert np.array_equal(torch.cat(found, -1).squeeze(1).numpy(), decoded)
@@ -79,13 +82,6 @@ def test_every_slot_is_stored_once_and_read_where_it_is_stored(data):
 
 def attended(pool, table, length, mode):
     """Slots' rows that a rank attends for the last token of a request, by the lists of our backend."""
-    from types import SimpleNamespace
-
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    from sgl_kvpool.memory.arrangement import rows_of_slots
-    from sgl_kvpool.srt.attention.decode_verify import ListReader
-
     lists = ListReader(pool, table, 2, 1, 1, draft_step=int(mode == "DECODE"))
     batch = SimpleNamespace(
         batch_size=1, forward_mode=ForwardMode[mode], req_pool_indices=torch.zeros(1, dtype=torch.long),
@@ -105,10 +101,8 @@ def test_a_draft_has_all_rows_beside_a_target_that_has_its_own(planted):
     @given(data=st.data())
     def check(data):
         ranks, page = data.draw(st.integers(2, 5)), data.draw(st.sampled_from([1, 3, PAGE]))
-        arrangement, layout = (
-            data.draw(st.sampled_from(ARRANGEMENTS)),
-            data.draw(st.sampled_from(["bf16", "fp4"])),
-        )
+        arrangement = data.draw(st.sampled_from(ARRANGEMENTS))
+        layout = data.draw(st.sampled_from(["bf16", "fp4"]))
         wide = page * ranks
         pages = data.draw(st.permutations([1, 2, 3]))
         slots = torch.cat([torch.arange(p * wide, (p + 1) * wide) for p in pages])
@@ -122,16 +116,12 @@ def test_a_draft_has_all_rows_beside_a_target_that_has_its_own(planted):
                     pool = device_pool(layout, arrangement, page_size=size, dcp_replicated=whole)
                     write(pool, slots[:length], nope, rope, per_step=data.draw(st.booleans()))
                     own = slice(None) if name == "draft" else slice(rank, None, ranks)
-                    mode = (
-                        "DECODE"
-                        if name == "target"
-                        else data.draw(st.sampled_from(["DECODE", "DRAFT_EXTEND_V2"]))
-                    )
+                    modes = ["DECODE"] if name == "target" else ["DECODE", "DRAFT_EXTEND_V2"]
+                    mode = data.draw(st.sampled_from(modes))
                     found = attended(pool, slots[None].int(), length, mode)
                 stored = pool.get_row_buffer(START + 1).squeeze(1)[found].view(torch.uint8).numpy()
-                wanted = oracle.encode(
-                    nope[own].squeeze(1), rope[own].squeeze(1), layout, 512, 64, stored.shape[-1]
-                )
+                parts = nope[own].squeeze(1), rope[own].squeeze(1)
+                wanted = oracle.encode(*parts, layout, 512, 64, stored.shape[-1])
                 assert np.array_equal(stored, wanted), name
 
     if planted is None:
@@ -200,8 +190,6 @@ def test_a_pool_decides_whether_its_slots_are_spread_as_sglangs_does(data):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_slots_of_the_full_layers_are_those_of_sglangs_hybrid_pool(layout, method):
     """Only the writer of combined rows takes `full_loc`, which may be longer than `loc`."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
     both = pools.hybrid_pool(layout), pools.hybrid_pool("bf16", stock=True)
     guard(*both)
     parts = values(2) if method == "set_mla_kv_buffer" else (torch.cat(values(2), -1),) * 2
@@ -214,11 +202,6 @@ def test_slots_of_the_full_layers_are_those_of_sglangs_hybrid_pool(layout, metho
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_every_rank_reads_and_backs_up_all_of_a_replicated_pool(arrangement, no_reserve):
     """As a draft's beside a target with spread rows: attention, self-check and host tier ask the pool."""
-    from host_tier import backup, host_pool, load
-
-    from sgl_kvpool.srt.attention.decode_verify import ListReader
-    from sgl_kvpool.srt.self_check.rows import check_rows
-
     table = torch.arange(40).view(4, 10).int()
     with as_rank(2, 3):
         pool = device_pool("fp4", arrangement, page_size=6, dcp_replicated=True)
@@ -252,12 +235,6 @@ def test_combined_rows_are_refused_as_sglang_refuses_them(layout):
 
 
 def test_kv_lens_count_a_ranks_own_positions():
-    from types import SimpleNamespace
-
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    from sgl_kvpool.srt.attention.decode_verify import KVLens
-
     lengths, ranks, queries = [0, 1, 7, 8, 9, 301], 4, 3
     for mode, each in (("DECODE", 1), ("TARGET_VERIFY", queries)):
         total = torch.zeros(len(lengths) * each, dtype=torch.int64)

@@ -4,24 +4,15 @@ import itertools
 from contextlib import contextmanager
 
 import codec_oracle as oracle
+import pools
 import pytest
 import torch
-from pools import (
-    ARRANGEMENTS,
-    START,
-    assert_holds,
-    at,
-    copied,
-    device_pool,
-    guard,
-    hybrid_pool,
-    layer,
-    values,
-)
+from pools import ARRANGEMENTS, START, assert_holds, at, device_pool, guard, hybrid_pool, layer, values
 
 pytestmark = pytest.mark.usefixtures("published")
 
 LAYOUTS, PACKED, CROSS = oracle.LAYOUTS, oracle.PACKED, ARRANGEMENTS[1:]
+WHOLE_PAGES = "13 tokens is not a multiple of the page size 4, which"
 cross = pytest.mark.parametrize("arrangement", CROSS)
 
 
@@ -59,7 +50,7 @@ def test_page_major_keys_are_not_handed_out_by_slot(layout):
 def test_tokens_without_a_slot_and_slots_outside(arrangement):
     pool = device_pool("fp4", arrangement)
     guard(pool)
-    wanted, (nope, rope) = copied(pool), values(2)
+    wanted, (nope, rope) = pools.copied(pool), values(2)
     pool.set_mla_kv_buffer(layer(START), torch.tensor([-1, 6]), nope, rope)
     wanted["rows", START][at(pool, 6)] = oracle.encode(nope[1], rope[1], "fp4", 512, 64, 416)[0]
     got, _ = pool.get_mla_kv_buffer(layer(START), torch.tensor([6, -1]))
@@ -87,7 +78,7 @@ def test_slots_far_outside_and_of_another_dtype(layout, arrangement):
     """61 layers: with the first slot, int32 row numbers wrap around into another layer's rows of the pool."""
     pool = device_pool(layout, arrangement, page_size=64, pages=4, layers=61)
     guard(pool)
-    (nope, rope), wanted = values(1), copied(pool)
+    (nope, rope), wanted = values(1), pools.copied(pool)
     for slot in (915320992, 2**31 - 1, 256):
         with pytest.raises(IndexError):
             pool.set_mla_kv_buffer(layer(START), torch.tensor([slot], dtype=torch.int32), nope, rope)
@@ -120,14 +111,7 @@ def test_a_damaged_k_scale_is_named_by_the_models_layer(bad):
         ({"arrangement": "zzz"}, "unknown KV cache arrangement 'zzz'"),
         ({"arrangement": ""}, "unknown KV cache arrangement"),
         ({"arrangement": "head_major"}, "head_major splits pages by head"),
-        (
-            {"arrangement": "token_major", "size": 13},
-            "13 tokens is not a multiple of the page size 4, which token",
-        ),
-        (
-            {"arrangement": "page_major", "size": 13},
-            "13 tokens is not a multiple of the page size 4, which page",
-        ),
+        *(({"arrangement": name, "size": 13}, f"{WHOLE_PAGES} {name}") for name in CROSS),
     ],
 )
 def test_arguments_that_are_refused(arguments, error):
@@ -157,9 +141,8 @@ def test_the_rows_are_allocated_in_the_memory_savers_region_and_freed_with_the_p
     monkeypatch.setattr(type(TorchMemorySaverAdapter.create(enable=False)), "region", region)
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: (allocated.append(list(inside)), zeros(*a, **k))[1])
     pool = device_pool("fp4", arrangement)
-    assert [state for state in allocated if state] == [["kv_cache"]] * (
-        3 if arrangement == "layer_major" else 1
-    )
+    buffers = 3 if arrangement == "layer_major" else 1
+    assert [state for state in allocated if state] == [["kv_cache"]] * buffers
     assert inside == ["kv_cache", "end"]
     pool._clear_buffers()
     assert pool.cross_layer is None

@@ -3,18 +3,9 @@
 import codec_oracle as oracle
 import pytest
 import torch
-from pools import (
-    ARRANGEMENTS,
-    DTYPES,
-    MLA_LAYERS,
-    POOLED,
-    assert_holds,
-    fill,
-    hybrid_pool,
-)
+from pools import ARRANGEMENTS, DTYPES, MLA_LAYERS, POOLED, assert_holds, fill, hybrid_pool
 
 pytestmark = pytest.mark.usefixtures("published")
-
 
 LAYOUTS = oracle.LAYOUTS
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -22,9 +13,6 @@ PROPERTIES = [
     "dsa_kv_cache_store_fp8", "kv_cache_dim", "index_head_dim", "quant_block_size", "index_kpool",
     "index_page_size", "tail_extra_slots", "index_kpool_compress",
 ]  # fmt: skip
-
-
-# -------------------------------------------------------------------- attributes
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -46,9 +34,6 @@ def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrange
     assert (declared.pool_name.value, declared.device_pool) == ("kv", pool.full_kv_pool)
     assert pool.page_stride == pool.full_kv_pool.page_stride
     assert (pool.page_stride is None) == (arrangement != "page_major")
-
-
-# -------------------------------------------------------------------- refusals
 
 
 def test_models_and_pools_that_it_is_not_for():
@@ -73,9 +58,6 @@ def test_a_stage_without_mla_layers():
     assert pool.get_kv_size_bytes() == 0
     assert pool.get_contiguous_buf_infos() == ([], [], [])
     assert pool.get_kv_layer_ids() == []
-
-
-# -------------------------------------------------------------------- sparse attention
 
 
 def test_cpu_copies_carry_the_tails_of_pooled_index_keys(monkeypatch):
