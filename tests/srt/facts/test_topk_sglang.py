@@ -5,6 +5,7 @@ SGLang's answers are computed by its own methods, on an object that has the attr
 
 import argparse
 import inspect
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,8 +43,7 @@ def sglang(layout, prefill, **attributes):
     backend = object.__new__(type("Unhooked", (DeepseekSparseAttnBackend,), own))
     backend.dsa_kv_cache_store_fp8 = layout == "fp8_block_scale"
     backend.dsa_prefill_impl = prefill
-    for name, value in attributes.items():
-        setattr(backend, name, value)
+    vars(backend).update(attributes)
     return backend
 
 
@@ -133,15 +133,10 @@ def choose(layout, *, blackwell=False, mode="EXTEND", **attributes):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     backend = sglang(
-        layout,
-        "flashmla_auto",
-        enable_auto_select_prefill_impl=True,
-        _is_in_breakable_cuda_graph=lambda: True,
-        _is_in_tc_piecewise_cuda_graph=lambda: False,
-        _get_device_sm=None,
-        _is_blackwell=lambda: blackwell,
-        **attributes,
-    )
+        layout, "flashmla_auto", enable_auto_select_prefill_impl=True, _get_device_sm=None,
+        _is_blackwell=lambda: blackwell, _is_in_breakable_cuda_graph=lambda: True,
+        _is_in_tc_piecewise_cuda_graph=lambda: False, **attributes,
+    )  # fmt: skip
     batch = SimpleNamespace(forward_mode=ForwardMode[mode], seq_lens_sum=100, extend_num_tokens=100)
     backend.set_dsa_prefill_impl(batch)
     return backend
@@ -188,12 +183,8 @@ fp8_block_scale  decode   misreads  flashmla_sparse fa3 tilelang trtllm
 
 
 def kpool_sides(verdict):
-    return {
-        (layout, side, name)
-        for layout, side, word, *names in lines(KPOOL_SIDES)
-        for name in names
-        if word == verdict
-    }
+    rows = [row for row in lines(KPOOL_SIDES) if row[2] == verdict]
+    return {(layout, side, name) for layout, side, _, *names in rows for name in names}
 
 
 def sglang_raises(layout, side, name):
@@ -213,16 +204,11 @@ def sglang_raises(layout, side, name):
 
 def test_what_sglang_raises_for_with_pooled_index_keys():
     passes = kpool_sides("works") | kpool_sides("misreads")
-    for layout in STOCK:
-        for side in ("prefill", "decode"):
-            for name in set(IMPLEMENTATIONS) - {"kvpool_mla"}:
-                assert sglang_raises(layout, side, name) == ((layout, side, name) not in passes)
+    for case in itertools.product(STOCK, ("prefill", "decode"), set(IMPLEMENTATIONS) - {"kvpool_mla"}):
+        assert sglang_raises(*case) == (case not in passes)
 
 
-@pytest.mark.parametrize(
-    "prefill",
-    [name for name in IMPLEMENTATIONS if name != "kvpool_mla"],
-)
+@pytest.mark.parametrize("prefill", [name for name in IMPLEMENTATIONS if name != "kvpool_mla"])
 def test_servers_with_pooled_index_keys(prefill):
     works = kpool_sides("works")
     for layout, _, decode, _ in cells(STOCK, [None]):

@@ -34,9 +34,6 @@ def nameable_pairs(layout):
     ]
 
 
-# -------------------------------------------------------------------- names
-
-
 UNKNOWN = [
     (("fp5", "fa3", "fa3", "EXTEND"), LAYOUTS),
     (("bf16", None, "fa3", "EXTEND"), IMPLEMENTATIONS),  # SGLang resolves both sides on every server
@@ -56,9 +53,6 @@ def test_unknown_names_are_listed(index_kpool, cell, names):
     assert repr(getattr(unknown, "name", unknown)) in str(error.value)
     listed = re.findall(r"\w+", str(error.value).partition(":")[2])
     assert set(listed) == set(names)
-
-
-# -------------------------------------------------------------------- messages
 
 
 def refusals(layout):
@@ -95,9 +89,6 @@ def test_refused_modes_name_the_flag_that_makes_them():
     for mode, flag in zip(EXTEND_MODES[1:], flags, strict=True):
         with pytest.raises(UnsupportedCombination, match=rf"\b{mode}\b.*{flag}\b"):
             select_topk_transform("fp8_block_scale", "flashmla_sparse_q8", "flashmla_kv", mode)
-
-
-# -------------------------------------------------------------------- whole servers
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

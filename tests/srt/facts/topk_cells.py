@@ -4,27 +4,21 @@ import itertools
 
 from codec_oracle import LAYOUTS
 
-from sgl_kvpool.srt.facts.topk_transform import (
-    DECODE_MODES,
-    EXTEND_MODES,
-    IDLE_MODES,
-    IMPLEMENTATIONS,
-    UnsupportedCombination,
-    select_topk_transform,
-)
+from sgl_kvpool.srt.facts import topk_transform
 
-MODES = (*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES)
+MODES = (*topk_transform.EXTEND_MODES, *topk_transform.DECODE_MODES, *topk_transform.IDLE_MODES)
 REFUSED = "REFUSED"
 
 
 def answer(*cell, **keywords):
     """What the code says of a cell: PAGED, RAGGED or REFUSED."""
     try:
-        return select_topk_transform(*cell, **keywords).name
-    except UnsupportedCombination:
+        return topk_transform.select_topk_transform(*cell, **keywords).name
+    except topk_transform.UnsupportedCombination:
         return REFUSED
 
 
 def cells(layouts=LAYOUTS, modes=(*MODES, None)):
     """All (layout, prefill, decode, mode)."""
-    return list(itertools.product(layouts, IMPLEMENTATIONS, IMPLEMENTATIONS, modes))
+    names = topk_transform.IMPLEMENTATIONS
+    return list(itertools.product(layouts, names, names, modes))
