@@ -14,16 +14,11 @@ def forward_batch(mode, slots, prefixes, seq_lens, rows):
     fresh = [own[prefix:] for own, prefix in zip(slots, prefixes, strict=True)]
     lengths, tokens, device = torch.tensor(seq_lens), sum(map(len, fresh)), slots[0].device
     batch = ForwardBatch(
-        forward_mode=ForwardMode[mode],
-        batch_size=len(seq_lens),
+        forward_mode=ForwardMode[mode], batch_size=len(seq_lens), extend_num_tokens=tokens,
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
-        req_pool_indices=torch.tensor(rows, device=device),
-        seq_lens=lengths.to(device),
-        out_cache_loc=torch.cat(fresh),
-        seq_lens_sum=int(lengths.sum()),
-        seq_lens_cpu=lengths,
-        extend_num_tokens=tokens,
-    )
+        req_pool_indices=torch.tensor(rows, device=device), out_cache_loc=torch.cat(fresh),
+        seq_lens=lengths.to(device), seq_lens_sum=int(lengths.sum()), seq_lens_cpu=lengths,
+    )  # fmt: skip
     if mode not in ("DECODE", "IDLE"):
         batch.extend_prefix_lens_cpu = list(prefixes)
         batch.extend_seq_lens_cpu = list(map(len, fresh))

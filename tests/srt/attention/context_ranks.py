@@ -1,7 +1,6 @@
-"""One of two processes that are the ranks of prefill context parallelism: SGLang's strategy and DSA backend.
+"""Two ranks (rank_processes.py) of prefill context parallelism: SGLang's strategy and DSA backend.
 
-`python context_ranks.py RANK FOLDER`, with pytest's path, goes through the cases below together with the
-other rank, over gloo. Each rank has every second token; keys are gathered and stored by both.
+Each rank has every second token; keys are gathered and stored by both.
 """
 
 import shutil

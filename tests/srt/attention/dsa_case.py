@@ -41,38 +41,19 @@ def make_backend(pool, prefill, decode, **attributes):
     backend = object.__new__(DeepseekSparseAttnBackend)
     table = ReqToTokenPool(8, 128, "cpu", False)
     values = {
-        "device": "cpu",
-        "token_to_kv_pool": pool,
-        "req_to_token_pool": table,
-        "req_to_token": table.req_to_token,
-        "dsa_kv_cache_store_fp8": pool.dsa_kv_cache_store_fp8,
-        "kv_cache_dim": pool.kv_cache_dim,
-        "dsa_prefill_impl": prefill,
-        "dsa_decode_impl": decode,
-        "enable_auto_select_prefill_impl": prefill == "flashmla_auto",
-        "dsa_index_topk": TOP_K,
-        "dsa_index_kpool": 1,
-        "physical_page_size": PAGE,
-        "num_q_heads": HEADS,
-        "speculative_num_draft_tokens": DRAFTS,
-        "dsa_topk_backend": DSATopKBackend.TORCH,
-        "use_fused_topk": False,
-        "device_sm_major": 9,
-        "num_splits": 0,
-        "dcp_size": 1,
-        "hisparse_coordinator": None,
-        "_kv_shard_pool": None,
-        "supports_mha_one_shot": True,
-        "use_mha": False,
-        "_sink_pad_cache": {},
-        "_arange_buf": torch.arange(1024, dtype=torch.int32),
+        "token_to_kv_pool": pool, "dsa_kv_cache_store_fp8": pool.dsa_kv_cache_store_fp8,
+        "kv_cache_dim": pool.kv_cache_dim, "req_to_token_pool": table, "req_to_token": table.req_to_token,
+        "dsa_prefill_impl": prefill, "enable_auto_select_prefill_impl": prefill == "flashmla_auto",
+        "dsa_decode_impl": decode, "dsa_topk_backend": DSATopKBackend.TORCH, "use_fused_topk": False,
+        "dsa_index_topk": TOP_K, "dsa_index_kpool": 1, "physical_page_size": PAGE, "num_q_heads": HEADS,
+        "speculative_num_draft_tokens": DRAFTS, "num_splits": 0, "dcp_size": 1, "device": "cpu",
+        "hisparse_coordinator": None, "_kv_shard_pool": None, "supports_mha_one_shot": True, "use_mha": False,
+        "_sink_pad_cache": {}, "_arange_buf": torch.arange(1024, dtype=torch.int32),
         "_is_in_breakable_cuda_graph": lambda: True,  # switches dense attention of short prompts off
-        "_is_in_tc_piecewise_cuda_graph": lambda: False,
-        "_get_device_sm": lambda: 90,
+        "_is_in_tc_piecewise_cuda_graph": lambda: False, "device_sm_major": 9, "_get_device_sm": lambda: 90,
         "_is_blackwell": lambda: False,
-    }
-    for name, value in (values | attributes).items():
-        setattr(backend, name, value)
+    }  # fmt: skip
+    vars(backend).update(values | attributes)
     dsa.attach(backend)
     return backend
 
@@ -114,20 +95,17 @@ class Case:
 
     device, top_k = "cpu", TOP_K
 
-    def __init__(
-        self, layout, lengths, prefixes, prefill, decode, *, stock=False, ranks=1, spans=1, **attributes
-    ):
+    def __init__(self, layout, lengths, prefixes, prefill, decode, *, stock=False, ranks=1, spans=1, **more):
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
         self.pool = make_pool(layout, stock=stock, device=self.device, spans=spans)
-        self.backend = self.make_backend(prefill, decode, **attributes)
+        self.backend = self.make_backend(prefill, decode, **more)
         self.layer = radix_attention()
         generator = torch.Generator().manual_seed(7)
         # The first page is reserved.
         slots = torch.randperm(ranks * TOKENS, generator=generator)[: sum(lengths)] + ranks * PAGE
         self.slots = [part.to(self.device) for part in slots.split(lengths)]
-        self.keys = [
-            torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16().to(self.device) for n in lengths
-        ]
+        keys = (torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths)
+        self.keys = [part.to(self.device) for part in keys]
         self.rows = [5, 2, 7, 1][: len(lengths)]  # in the request table
         for row, own in zip(self.rows, self.slots, strict=True):
             self.backend.req_to_token[row, : len(own)] = own.int()
@@ -169,15 +147,9 @@ class Case:
         self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=generator).bfloat16().to(self.device)
         forward = self.backend.forward_decode if mode == "DECODE" else self.backend.forward_extend
         found = forward(
-            self.q[..., :RANK].reshape(len(keys), -1),
-            keys[..., :RANK],
-            keys[..., :RANK],
-            self.layer,
-            batch,
-            q_rope=self.q[..., RANK:],
-            k_rope=keys[..., RANK:],
-            topk_indices=self.chosen().to(self.device),
-        )
+            self.q[..., :RANK].reshape(len(keys), -1), keys[..., :RANK], keys[..., :RANK], self.layer, batch,
+            q_rope=self.q[..., RANK:], k_rope=keys[..., RANK:], topk_indices=self.chosen().to(self.device),
+        )  # fmt: skip
         out, self.lse = found if isinstance(found, tuple) else (found, None)
         return out.view(len(keys), HEADS, RANK)
 

@@ -16,9 +16,19 @@ import codec_oracle as oracle
 import numpy as np
 import torch
 from batches import forward_batch
-from pools import guard, hybrid_pool, memory
+from pools import ARRANGEMENTS, guard, hybrid_pool, memory
+from sglang.srt.configs import mamba_utils
+from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention import flashinfer_mla_backend as base
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from test_backend import HEADS, RANK, SCALE
 from test_host_attention import oracle_attention
+
+from sgl_kvpool.sglang_plugin.hooks import pools
+from sgl_kvpool.srt.attention import decode_verify, prefill
 
 #: MLA layers of a model of `LAYERS` layers; the other layers keep states. k_scales are per model layer.
 MLA_LAYERS, LAYERS = (1, 3, 6), 8
@@ -29,20 +39,12 @@ DRAFTS = 4
 CONTEXT = 128  # length of a row of the request table
 
 LAYOUTS = oracle.LAYOUTS
-PLACED = [
-    {"arrangement": "layer_major", "page_size": 1},
-    {"arrangement": "token_major", "page_size": 7},
-    {"arrangement": "token_major", "page_size": 64},
-    {"arrangement": "page_major", "page_size": 7},
-    {"arrangement": "page_major", "page_size": 64},
-]
+PLACED = [{"arrangement": "layer_major", "page_size": 1}]
+PLACED += [{"arrangement": name, "page_size": size} for name in ARRANGEMENTS[1:] for size in (7, 64)]
 
 
 def request_table(kind, mla_layers=MLA_LAYERS):
     """SGLang's request table with the states of the layers other than `mla_layers`."""
-    from sglang.srt.configs import mamba_utils
-    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-
     linear = [layer for layer in range(LAYERS) if layer not in mla_layers]
     if kind != "lightning":
         shape = mamba_utils.KimiLinearStateShape.create(tp_world_size=1, num_heads=2, head_dim=16)
@@ -75,9 +77,6 @@ def make_pool(layout, mamba_pool, *, page_size=1, rope=64, mla_layers=MLA_LAYERS
 
 def model_configuration(kind, mla_layers=MLA_LAYERS):
     """SGLang's configuration: Kimi-Linear (`kda`), Ring and Ling 2.5 (`lightning`), Bailing 3 (`kda-v3`)."""
-    from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
-    from sglang.srt.configs.kimi_linear import KimiLinearConfig
-
     common = {
         "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
         "intermediate_size": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -92,19 +91,14 @@ def model_configuration(kind, mla_layers=MLA_LAYERS):
         more = {"architectures": ["KimiLinearForCausalLM"], "linear_attn_config": kinds | shape}
         return KimiLinearConfig(**common, **more)
     return BailingHybridConfig(
-        **common,
-        architectures=["BailingMoeV2_5ForCausalLM"],
+        **common, architectures=["BailingMoeV2_5ForCausalLM"], num_experts=1, num_nextn_predict_layers=1,
         layer_group_size=[0 if i in mla_layers else 1 for i in range(LAYERS)],
-        num_experts=1,
-        num_nextn_predict_layers=1,
         short_conv_kernel_size=4 if kind == "kda-v3" else None,
-    )
+    )  # fmt: skip
 
 
 def runner_of(pool, table, model, kind, draft):
     """The attributes of SGLang's ModelRunner that constructors of backends read."""
-    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-
     config = model_configuration(kind)
     return SimpleNamespace(
         token_to_kv_pool=pool, req_to_token_pool=table, device="cpu", model=model, is_draft_worker=draft,
@@ -125,10 +119,7 @@ def runner_of(pool, table, model, kind, draft):
 
 def cuda_backend(runner, monkeypatch):
     """The CUDA backend from its own constructor."""
-    from sglang.srt.layers.attention import flashinfer_mla_backend as base
-
     from sgl_kvpool.srt.attention import cuda as module
-    from sgl_kvpool.srt.attention import decode_verify, prefill
 
     for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
         monkeypatch.setattr(base, name, mock.Mock(), raising=False)  # absent from SGLang without a GPU
@@ -187,10 +178,6 @@ class HybridCase:
 
     def wrap(self, full=None):
         """Put SGLang's wrapper around our backend, as the scheduler does; later steps go through it."""
-        from sglang.srt.layers.attention import attention_registry
-
-        from sgl_kvpool.sglang_plugin.hooks import pools
-
         own = inspect.unwrap(attention_registry.attn_backend_wrapper)
         self.backend = pools._wrap_for_model(own, self.runner, full or self.full)
         self.linear = self.backend.linear_attn_backend

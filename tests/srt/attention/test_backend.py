@@ -10,7 +10,11 @@ import torch
 from batches import forward_batch
 from cases import crossed
 from pools import device_pool, guard
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from test_host_attention import oracle_attention
+
+from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -25,14 +29,10 @@ def radix_attention(**changes):
 
 def runner(pool, *layers, device="cpu"):
     """The attributes of SGLang's ModelRunner that a backend's constructor reads."""
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-
     return SimpleNamespace(
-        token_to_kv_pool=pool,
-        req_to_token_pool=ReqToTokenPool(8, 128, "cpu", False),
-        device=device,
+        token_to_kv_pool=pool, req_to_token_pool=ReqToTokenPool(8, 128, "cpu", False), device=device,
         model=torch.nn.ModuleList(layers or [radix_attention()]),
-    )
+    )  # fmt: skip
 
 
 def make_pool(layout, k_scales=None, arrangement="layer_major", page_size=1):
@@ -49,8 +49,6 @@ class Case:
     """Requests with random keys at random slots; row `i` of a request is at position `i`."""
 
     def __init__(self, layout, lengths, prefixes, monkeypatch, *, reads_rows=False, k_scale=1.0, **placed):
-        from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
-
         monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
         self.layout, self.lengths, self.prefixes, self.k_scale = layout, lengths, prefixes, k_scale
         self.pool = make_pool(layout, {LAYER: k_scale}, **placed)
@@ -144,8 +142,6 @@ def test_k_scale_of_the_layer_is_applied_on_the_way_back(monkeypatch):
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "MIXED"])
 def test_batches_without_tokens(mode, monkeypatch):
     case = Case("fp4", [], [], monkeypatch)
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
     none = torch.empty(0, dtype=torch.int64)
     batch = ForwardBatch(ForwardMode[mode], 0, none, none, none, none, 0, seq_lens_cpu=none)
     batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = []
@@ -174,8 +170,6 @@ def test_the_load_fence_of_the_host_tier_is_waited_for(monkeypatch):
 
 
 def test_servers_it_cannot_serve_are_refused():
-    from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
-
     stock = device_pool("bf16", stock=True)
     with pytest.raises(ValueError, match="pool is MLATokenToKVPool; start it with --kv-cache-layout"):
         KVPoolMLABackend(runner(stock))

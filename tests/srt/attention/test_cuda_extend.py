@@ -18,15 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_host_attention import SCALE, make_pool, oracle_attention
 
-from sgl_kvpool.srt.attention.extend import (
-    ExtendReader,
-    bounds,
-    extend_workspace,
-    extend_workspace_bytes,
-    plan_extend,
-    rows_of_requests,
-    split_prefixes,
-)
+from sgl_kvpool.srt.attention import extend
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -48,32 +40,28 @@ class Batch:
 
     def list_rows(self, lengths, rows_bounds, total):
         assert lengths.tolist() == self.prefix_lens
-        assert rows_bounds.tolist() == bounds(self.prefix_lens).tolist()
+        assert rows_bounds.tolist() == extend.bounds(self.prefix_lens).tolist()
         assert total == len(self.ids)
         return self.ids.int()
 
     def attend(self, reader, k_scale=1.0):
         reader.workspace.fill_(float("nan"))
-        batch = plan_extend(self.prefix_lens, self.query_lens, self.list_rows, reader, SCALE)
+        batch = extend.plan_extend(self.prefix_lens, self.query_lens, self.list_rows, reader, SCALE)
         q, q_rope = self.q.split([self.rank, self.q.shape[-1] - self.rank], dim=-1)
         return reader.attend(q, q_rope, self.extend_kv, self.pool, batch, SCALE, k_scale=k_scale)
 
     def wanted(self, k_scale=1.0):
         out = []
-        for rows, own in zip(
-            torch.split(self.ids, self.prefix_lens),
-            torch.split(torch.arange(len(self.q)), self.query_lens),
-            strict=True,
-        ):
+        queries = torch.arange(len(self.q)).split(self.query_lens)
+        for rows, own in zip(self.ids.split(self.prefix_lens), queries, strict=True):
             kv = np.concatenate([self.decoded[rows.numpy()] * k_scale, self.extend_kv[own].float().numpy()])
             out.append(oracle_attention(self.q[own].float().numpy(), kv, self.rank, len(rows))[0])
         return np.concatenate(out)
 
 
 def reader_of(batch, tokens, wrapper=None):
-    return ExtendReader(
-        batch.fmt, HEADS, extend_workspace(batch.fmt, torch.float32, "cpu", tokens), wrapper=wrapper
-    )
+    workspace = extend.extend_workspace(batch.fmt, torch.float32, "cpu", tokens)
+    return extend.ExtendReader(batch.fmt, HEADS, workspace, wrapper=wrapper)
 
 
 def close(out, wanted):
@@ -129,7 +117,7 @@ def test_metadata_that_flashinfer_rejects_is_an_error(monkeypatch):
 
 def test_batches_beyond_32_bit_offsets_are_refused():
     fmt = oracle.row_format("fp4", 512, 64)
-    reader = ExtendReader(fmt, 128, extend_workspace(fmt, torch.float32, "cpu", 4))
+    reader = extend.ExtendReader(fmt, 128, extend.extend_workspace(fmt, torch.float32, "cpu", 4))
     reader.require(29127)
     with pytest.raises(ValueError, match=r"up to 29128 tokens of 128 heads.*--chunked-prefill-size to 29127"):
         reader.require(29128)
@@ -142,7 +130,7 @@ lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1,
 @given(lengths, st.integers(1, 50))
 def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
     prefix, query = zip(*requests, strict=True)
-    chunks = split_prefixes(bounds(prefix), bounds(query), chunk_tokens)
+    chunks = extend.split_prefixes(extend.bounds(prefix), extend.bounds(query), chunk_tokens)
     seen = []
     for chunk in chunks:
         assert chunk.count <= chunk_tokens
@@ -169,12 +157,12 @@ def test_rows_of_requests_in_the_workspace(requests):
     for r in range(len(prefix)):
         wanted += [sum(prefix[:r]) + i for i in range(prefix[r])]
         wanted += [sum(prefix) + sum(query[:r]) + i for i in range(query[r])]
-    assert rows_of_requests(prefix, query).tolist() == wanted
+    assert extend.rows_of_requests(prefix, query).tolist() == wanted
 
 
 def test_a_workspace_has_rows():
     fmt = oracle.row_format("fp4", RANK, ROPE)
     with pytest.raises(ValueError, match="tokens=0"):
-        extend_workspace(fmt, torch.float32, "cpu", 0)
-    made = extend_workspace(fmt, torch.bfloat16, "cpu", 10)
-    assert extend_workspace_bytes(fmt, 10) == made.nbytes == 10 * 192 * 2
+        extend.extend_workspace(fmt, torch.float32, "cpu", 0)
+    made = extend.extend_workspace(fmt, torch.bfloat16, "cpu", 10)
+    assert extend.extend_workspace_bytes(fmt, 10) == made.nbytes == 10 * 192 * 2

@@ -12,6 +12,11 @@ import pytest
 import torch
 from cases import crossed
 from dsa_case import DRAFTS, RANK, TOP_K, Case, SparseKernel, in_forward, make_backend, make_pool
+from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.layers.attention.dsa import dsa_backend_kpool
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+from sgl_kvpool.sglang_plugin import hook_groups
 
 pytestmark = pytest.mark.usefixtures("published", "hooked")
 
@@ -29,10 +34,6 @@ LENGTHS = [9, 40, 7]
 @pytest.fixture
 def hooked(monkeypatch):
     """Our hooks in this process, `torch.cat` uncompiled, torch in place of a kernel that asserts a GPU."""
-    from sglang.srt.layers.attention import dsa_backend
-
-    from sgl_kvpool.sglang_plugin import hook_groups
-
     hook_groups.apply(hook_groups.named("sparse attention"))
     monkeypatch.setattr(dsa_backend, "_compiled_cat", torch.cat)
     monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", seen_lengths)
@@ -62,8 +63,6 @@ def run(case, mode, **more):
 
 def unhook(monkeypatch):
     """Restore SGLang's own choice of the transform."""
-    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
-
     own = inspect.unwrap(DeepseekSparseAttnBackend.get_topk_transform_method)
     monkeypatch.setattr(DeepseekSparseAttnBackend, "get_topk_transform_method", own)
 
@@ -103,16 +102,10 @@ def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
     case = case_of(layout, prefixes, use_fused_topk=True)
     case.backend.init_forward_metadata(case.batch(mode))
     method = case.backend.get_topk_transform_method(case.batch(mode).forward_mode).name
-    local, owners = (
-        case.chosen(),
-        np.repeat(range(3), [n - p for n, p in zip(LENGTHS, PREFIXES[prefixes], strict=True)]),
-    )
-    slots = torch.stack(
-        [
-            torch.where(row >= 0, case.slots[r][row.clamp(min=0).long()], -1)
-            for r, row in zip(owners, local, strict=True)
-        ]
-    )
+    local, fresh = case.chosen(), [n - p for n, p in zip(LENGTHS, PREFIXES[prefixes], strict=True)]
+    owners = np.repeat(range(3), fresh)
+    rows = zip(local, (case.slots[owner] for owner in owners), strict=True)
+    slots = torch.stack([torch.where(row >= 0, own[row.clamp(min=0).long()], -1) for row, own in rows])
     starts = torch.tensor([0, *np.cumsum(LENGTHS)[:-1]])[owners][:, None]
     selected = slots.int() if method == "PAGED" else torch.where(local >= 0, local + starts, -1).int()
     seeds = case.backend.prepare_mtp_seed_indices(selected, case.batch(mode).forward_mode)
@@ -150,8 +143,6 @@ def test_a_batch_without_keys_reads_nothing(kernel):
     assert out.shape == (2, 4, RANK)
 
 
-# -------------------------------------------------------------------- pooled index keys
-
 KPOOL = 4
 
 
@@ -175,8 +166,6 @@ class Pooled(Case):
 @pytest.mark.parametrize("mode", ["EXTEND", "MIXED", "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 def test_pooled_index_keys(layout, rope, mode, kernel, monkeypatch):
     """Our reader attends in every mode. GLM5-Next has no rotary values."""
-    from sglang.srt.layers.attention.dsa import dsa_backend_kpool
-
     # The indexer's plan of an extend, which SGLang makes in pinned memory.
     monkeypatch.setattr(dsa_backend_kpool, "init_kpool_extend_metadata", lambda metadata, *_, **__: metadata)
     monkeypatch.setattr(dsa_case, "ROPE", rope)
@@ -185,9 +174,6 @@ def test_pooled_index_keys(layout, rope, mode, kernel, monkeypatch):
     case = Pooled(layout, lengths, [1, 37, 20], *PAIRS[layout], dsa_index_kpool=KPOOL)
     close(run(case, mode), case.wanted())
     assert kernel.dtypes == []
-
-
-# -------------------------------------------------------------------- choices per batch
 
 
 @pytest.mark.parametrize("blackwell", [False, True])

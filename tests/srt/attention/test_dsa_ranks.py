@@ -15,8 +15,13 @@ import pytest
 import torch
 from cases import crossed
 from dsa_case import DRAFTS, HEADS, LAYER, PAGE, RANK, SCALE, TOKENS, TOP_K, Case, SparseKernel, in_forward
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.dsa import dsa_dcp, dsa_indexer
+from sglang.srt.layers.attention.dsa.dsa_dcp import DcpPageTableCache
 from test_dcp_pool import as_rank
 from test_dsa_backend import EXTENDS, LENGTHS, PREFIXES, close, hooked  # noqa: F401
+
+from sgl_kvpool.srt.self_check import Difference, check_lists
 
 pytestmark = pytest.mark.usefixtures("published", "hooked")
 
@@ -38,8 +43,6 @@ def no_broadcast(monkeypatch):
 
 def cases_of(layout, mode, ranks):
     """The same step on each rank."""
-    from sglang.srt.layers.attention.dsa.dsa_dcp import DcpPageTableCache
-
     for rank in range(ranks):
         with as_rank(rank, ranks):
             yield Case(
@@ -96,16 +99,9 @@ def exchanged(outs, lses):
     assert heads == ranks
     for out, lse, (to, lse_to) in zip(outs, lses, sent, strict=True):
         dcp_pack_a2a_send(out, lse, to, lse_to)
-    return torch.cat(
-        [
-            dcp_lse_combine_triton(
-                torch.stack([to[own] for to, _ in sent]), torch.stack([to[own] for _, to in sent]),
-                is_lse_base_on_e=False,
-            )[0]
-            for own in range(ranks)
-        ],
-        dim=1,
-    )  # fmt: skip
+    parts = (torch.stack(tensors, dim=1) for tensors in zip(*sent, strict=True))  # by receiving rank
+    merged = (dcp_lse_combine_triton(*own, is_lse_base_on_e=False) for own in zip(*parts, strict=True))
+    return torch.cat([out for out, _ in merged], dim=1)
 
 
 @pytest.mark.parametrize("merge", [gathered, exchanged])
@@ -139,10 +135,7 @@ def _raw_slots(cache, *, page_table, dcp_size, dcp_rank, **_):
 
 @pytest.mark.parametrize("wrong", [None, _all_entries, _raw_slots])
 def test_a_rank_checks_its_lists_when_it_starts(wrong, monkeypatch):
-    from sglang.srt.layers.attention.dsa import dsa_dcp
-
     from sgl_kvpool.sglang_plugin.hooks import dsa
-    from sgl_kvpool.srt.self_check import Difference, check_lists
 
     if wrong is not None:
         monkeypatch.setattr(dsa_dcp, "localize_dcp_page_table", wrong)
@@ -163,8 +156,6 @@ def _sharded(*args, dcp_replicated, **rest):
 
 @pytest.mark.parametrize("fault", ["no owner", "no division", "natural lse", "no layer", "a sharded draft"])
 def test_planted_faults_are_noticed(fault, monkeypatch):
-    from sglang.srt.layers.attention.dsa import dsa_dcp
-
     from sgl_kvpool.srt.attention import dsa_backend as dsa
 
     localize, notices = "localize_dcp_page_table", partial(check, "bf16", "DECODE", 2)
@@ -185,12 +176,8 @@ def test_planted_faults_are_noticed(fault, monkeypatch):
 
 def test_layers_that_share_a_selection_share_a_ranks_part(monkeypatch):
     """SGLang passes the same tensor, and refills it for a layer with a selection of its own."""
-    from sglang.srt.layers.attention.dsa import dsa_dcp
-
-    localised, original = [], dsa_dcp.transform_index_page_table_dcp
-    monkeypatch.setattr(
-        dsa_dcp, "transform_index_page_table_dcp", lambda *args: localised.append(1) or original(*args)
-    )
+    localised = mock.Mock(wraps=dsa_dcp.transform_index_page_table_dcp)
+    monkeypatch.setattr(dsa_dcp, "transform_index_page_table_dcp", localised)
     (case, *_) = cases_of("fp4", "DECODE", 2)
     selection, q = case.chosen(), torch.randn(3, HEADS, RANK + 64).bfloat16()
     found = {}
@@ -206,13 +193,12 @@ def test_layers_that_share_a_selection_share_a_ranks_part(monkeypatch):
                 case.batch("DECODE"), q_rope=q[..., RANK:], k_rope=keys[..., RANK:], topk_indices=selection,
             )  # fmt: skip
             cache = case.backend._dcp_page_table_cache
-            first = [int(own[0]) for own in case.slots]
             found[step] = cache.page_table
             if changed:  # all entries of a list are the request's first token
-                of_rank = [int(slot % 2 == 0) for slot in first]
+                of_rank = [int(own[0] % 2 == 0) for own in case.slots]
                 assert (cache.counts > 0).int().tolist() == of_rank
     assert found[0] is found[1]
-    assert len(localised) == 2
+    assert localised.call_count == 2
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
@@ -228,8 +214,6 @@ def test_a_draft_attends_all_slots_in_its_own_pool(layout, mode):
 
 def test_lists_are_the_same_on_all_ranks():
     """Scores tie, and chunks of prompts depend on a rank's free memory."""
-    from sglang.srt.environ import envs
-
     Case("fp4", *STEPS["DECODE"], *SPARSE)
     assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
     next(cases_of("fp4", "DECODE", 2))
@@ -239,9 +223,6 @@ def test_lists_are_the_same_on_all_ranks():
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_ranks_that_choose_other_tokens_among_equal_scores(broadcast, monkeypatch):
     """Rank 1 counts positions from the end; if asked to, SGLang's indexer sends it the lists of rank 0."""
-    from sglang.srt.environ import envs
-    from sglang.srt.layers.attention.dsa import dsa_indexer
-
     chosen, sent = Case.chosen, {}
 
     def on_rank(case):
@@ -251,9 +232,8 @@ def test_ranks_that_choose_other_tokens_among_equal_scores(broadcast, monkeypatc
             lists = torch.where(lists < 0, lists, last - lists)
             assert not torch.equal(lists.sort().values, chosen(case).sort().values)
         group = SimpleNamespace(world_size=2, broadcast=lambda own, src: own.copy_(sent.setdefault(src, own)))
-        with mock.patch.object(
-            dsa_indexer, "get_parallel", return_value=SimpleNamespace(attn_tp_group=group)
-        ):
+        parallel = SimpleNamespace(attn_tp_group=group)
+        with mock.patch.object(dsa_indexer, "get_parallel", return_value=parallel):
             return dsa_indexer._broadcast_indexer_topk_from_rank0(lists)
 
     monkeypatch.setattr(Case, "chosen", on_rank)

@@ -9,15 +9,13 @@ from test_backend import HEADS, RANK
 
 pytestmark = pytest.mark.usefixtures("published")
 
-OURS = "kvpool_mla"
-LAYER = 0
+OURS, LAYER = "kvpool_mla", 0
 LINEAR = {"kda-v3": "KDAAttnBackend", "lightning": "LightningAttentionBackend"}
 
 
 def draft_case(layout, lengths, prefixes, monkeypatch, *, kind="kda-v3", **placed):
-    return HybridCase(
-        layout, lengths, prefixes, monkeypatch, draft=True, mla_layers=(LAYER,), kind=kind, **placed
-    )
+    placed |= {"draft": True, "mla_layers": (LAYER,), "kind": kind}
+    return HybridCase(layout, lengths, prefixes, monkeypatch, **placed)
 
 
 @pytest.fixture

@@ -5,6 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hybrid_case import LAYERS, MLA_LAYERS, model_configuration
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import base as rotary
+from sglang.srt.runtime_context import get_parallel
+
+from sgl_kvpool.srt.attention.layers import check_layers
+from sgl_kvpool.srt.pool.k_scales import collect_k_scales
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -20,9 +26,7 @@ TARGETS = [
 @pytest.fixture
 def build(monkeypatch):
     """`build(name, kind, **config)`: a model of SGLang on the meta device."""
-    from sglang.srt.layers.rotary_embedding import base as rotary
     from sglang.srt.models import bailing_moe_linear, bailing_moe_nextn, bailing_moe_v3, kimi_linear
-    from sglang.srt.runtime_context import get_parallel
 
     classes = {
         "KimiLinear": kimi_linear.KimiLinearForCausalLM,
@@ -49,22 +53,16 @@ def build(monkeypatch):
 
 def pool_of(layers, width=WIDTH):
     return SimpleNamespace(
-        row_format=SimpleNamespace(head_dim=width),
-        kv_lora_rank=512,
-        has_rows=lambda layer: layer in layers,
-        row_pool=SimpleNamespace(layer_num=len(layers)),
-    )
+        row_format=SimpleNamespace(head_dim=width), row_pool=SimpleNamespace(layer_num=len(layers)),
+        kv_lora_rank=512, has_rows=lambda layer: layer in layers,
+    )  # fmt: skip
 
 
 def attentions(model):
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     return {name: m for name, m in model.named_modules() if isinstance(m, RadixAttention)}
 
 
 def check(model, pool, *, mha_form=True):
-    from sgl_kvpool.srt.attention.layers import check_layers
-
     check_layers(model, pool, mha_form=mha_form)
 
 
@@ -87,8 +85,6 @@ def test_targets(build, name, kind, layers):
 @pytest.mark.parametrize("kind", ["lightning", "kda-v3"])
 def test_drafts_in_the_same_checkpoint(build, kind):
     """Their only layer has number 0 in SGLang's pool, whatever its number in the checkpoint."""
-    from sgl_kvpool.srt.pool.k_scales import collect_k_scales
-
     model = build("NextN", kind)
     assert {m.layer_id for m in attentions(model).values()} == {0}
     check(model, pool_of([0]))
@@ -100,8 +96,6 @@ def test_drafts_in_the_same_checkpoint(build, kind):
 
 def test_scales_of_linear_layers_are_not_those_of_rows(build):
     """SGLang's loader sets a k_scale on every module of the class; the pool refuses layers without rows."""
-    from sgl_kvpool.srt.pool.k_scales import collect_k_scales
-
     model = build("BailingMoeV2_5", "lightning")
     for module in attentions(model).values():
         module.k_scale_float = 0.25

@@ -6,6 +6,9 @@ import pytest
 import torch
 from cases import crossed
 from hybrid_case import LAYOUTS, MLA_LAYERS, PLACED, HybridCase, radix_attention
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention.linear import lightning_backend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_backend import HEADS
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -50,9 +53,6 @@ def test_verification(kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_attributes_that_sglang_reads_from_the_wrapper(kind, monkeypatch):
     """Model runner, graph runners, speculative workers and models see the wrapper, never our backend."""
-    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
     case = wrapped("fp4", [9], [8], monkeypatch, kind=kind)
     outer, ours = case.backend, case.full
     assert outer.full_attn_layers == list(MLA_LAYERS)
@@ -132,9 +132,8 @@ def test_breakable_graphs_of_prefill(kind, monkeypatch):
         case.layer_step(captured, layer)
     planned = case.full._extend
     batch = case.batch("EXTEND")
-    outer.prepare_forward_metadata_for_breakable_cuda_graph_replay(
-        tables, batch, static_forward_batch=captured
-    )
+    replay = outer.prepare_forward_metadata_for_breakable_cuda_graph_replay
+    replay(tables, batch, static_forward_batch=captured)
     assert case.full._extend is None
     found = {layer: case.layer_step(batch, layer, split=True) for layer in MLA_LAYERS}
     assert case.full._extend is not planned
@@ -142,14 +141,9 @@ def test_breakable_graphs_of_prefill(kind, monkeypatch):
     case.assert_stored()
 
 
-# -------------------------------------------------------------------- states have no layout
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lightning_attention_is_not_told_the_dtype_of_rows(layout, monkeypatch):
     """That dtype would be applied to its float32 queries, and so to the results, in decodes."""
-    from sglang.srt.layers.attention.linear import lightning_backend
-
     dtypes = []
 
     def kernel(q, **named):

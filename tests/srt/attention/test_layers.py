@@ -11,11 +11,9 @@ pytestmark = pytest.mark.usefixtures("published")
 HEADS, NOPE, ROPE, V_DIM, RANK, LAYER = 2, 32, 64, 32, 128, 3
 
 POOL = SimpleNamespace(
-    row_format=SimpleNamespace(head_dim=RANK + ROPE),
-    kv_lora_rank=RANK,
-    has_rows=lambda layer_id: True,
-    row_pool=SimpleNamespace(layer_num=2),
-)
+    row_format=SimpleNamespace(head_dim=RANK + ROPE), row_pool=SimpleNamespace(layer_num=2),
+    kv_lora_rank=RANK, has_rows=lambda layer_id: True,
+)  # fmt: skip
 
 
 def attention(**changes):
