@@ -14,28 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 #: Folders with modules that tests of other folders import: oracles, pools, cases. Their names are unique.
 HELPERS = (
-    *(
-        "attention",
-        "codec",
-        "commands/evaluate",
-        "demo",
-        "docs",
-        "gpu",
-        "ptxrun",
-        "sglang_plugin",
-        "transfer",
-    ),
-    *("srt/attention", "srt/facts", "srt/host", "srt/pool", "srt/self_check"),
+    *("attention", "codec", "commands/evaluate", "demo", "docs", "gpu", "ptxrun", "sglang_plugin"),
+    *("transfer", "srt/attention", "srt/facts", "srt/host", "srt/pool", "srt/self_check"),
 )
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in HELPERS]
 sys.path.append(str(ROOT))
 
-
-def _has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
-
-
-HAS_GPU = _has_gpu()
+HAS_GPU = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
 #: GPU tests run on the emulated device of tests/emulated_cuda.
 EMULATED = "--emulated" in sys.argv or os.environ.get("TEST_EMULATED") == "1"
 
@@ -79,10 +64,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # core GPU tests run wit
     hypothesis.settings.load_profile("kvpool")
 
 
-#: Marks of GPU tests that the emulated device skips, and the reasons.
-NOT_EMULATED = {
-    "silicon": "measures a GPU's time, takes an hour, needs NVIDIA's driver or more than 24 GB of memory",
-}
+#: Why the emulated device skips GPU tests with the mark `silicon`.
+SILICON = "measures a GPU's time, takes an hour, needs NVIDIA's driver or more than 24 GB of memory"
 #: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
 #: and start first.
 TOGETHER = ("tests/engine", "tests/gpu")
@@ -143,9 +126,8 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
     has_gpu = HAS_GPU and importlib.import_module("torch").cuda.is_available()
     for item in items:
-        left_out = next((name for name in NOT_EMULATED if item.get_closest_marker(name)), None)
-        if EMULATED and left_out:
-            item.add_marker(pytest.mark.skip(reason=NOT_EMULATED[left_out]))
+        if EMULATED and item.get_closest_marker("silicon"):
+            item.add_marker(pytest.mark.skip(reason=SILICON))
         elif item.get_closest_marker("gpu") and not (has_gpu or EMULATED):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif not EMULATED and item.nodeid.startswith("tests/emulated_cuda/"):
@@ -160,15 +142,13 @@ def pytest_terminal_summary(terminalreporter):
 
     skipped = of_gpu("skipped")
     if not EMULATED:
-        terminalreporter.write_line(
-            f"GPU: {'present' if HAS_GPU else 'none'}; {len(skipped)} GPU tests skipped"
-        )
+        present = "present" if HAS_GPU else "none"
+        terminalreporter.write_line(f"GPU: {present}; {len(skipped)} GPU tests skipped")
         return
-    counts = {name: sum(name in keywords for keywords in skipped) for name in NOT_EMULATED}
-    others = len(skipped) - sum(counts.values())
+    silicon = sum("silicon" in keywords for keywords in skipped)
     terminalreporter.write_line(
-        f"GPU: emulated; {len(of_gpu('passed'))} GPU tests passed, skipped: "
-        + ", ".join(f"{count} {name}" for name, count in {**counts, "for another reason": others}.items())
+        f"GPU: emulated; {len(of_gpu('passed'))} GPU tests passed, skipped: {silicon} silicon, "
+        f"{len(skipped) - silicon} for another reason"
     )
 
 

@@ -1,9 +1,15 @@
-"""Processes that still run, as tests ask for them."""
+"""Programs that have ended, and processes that still run, as tests ask for them."""
 
 import os
+import subprocess
 import time
 
 import psutil
+
+
+def ran(*command, **options) -> subprocess.CompletedProcess:
+    """A program that has ended, with its output as text."""
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": 600, **options})
 
 
 def alive(pid: int) -> bool:

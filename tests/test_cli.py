@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 
+import foreign_version
 import pytest
 from codec_oracle import ROW_BYTES
-from live_processes import ended
+from live_processes import ended, ran
 
 from sgl_kvpool.cli import main
 
@@ -64,8 +65,7 @@ def test_output_that_cannot_be_written_is_an_error():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert "No space left on device" in done.stderr
-    done = subprocess.run(["bash", "-c", f"{shlex.join(command)} | true; echo ${{PIPESTATUS[0]}}"],
-                          capture_output=True, text=True)  # fmt: skip
+    done = ran("bash", "-c", f"{shlex.join(command)} | true; echo ${{PIPESTATUS[0]}}")
     assert done.stdout in ("141\n", "0\n")  # 0: everything was written before `true` ended
     assert done.stderr == ""
 
@@ -75,8 +75,7 @@ def test_a_closed_stream_gets_nothing_and_the_other_one_no_more(closed):
     """`print(file=None)` writes to stdout, where progress would be in the middle of --json."""
     program = "import sys; from sgl_kvpool import cli; status = cli.main(['layouts']); "
     program += "print('progress', file=sys.stderr); sys.exit(status)"
-    done = subprocess.run(["bash", "-c", f"{shlex.join([sys.executable, '-c', program])} {closed}"],
-                          capture_output=True, text=True)  # fmt: skip
+    done = ran("bash", "-c", f"{shlex.join([sys.executable, '-c', program])} {closed}")
     assert done.returncode == 0
     assert done.stderr == ("" if "2>&-" in closed else "progress\n")
     assert ("fp4_fp8_rope" in done.stdout) == (not closed.startswith(">&-"))
@@ -87,13 +86,10 @@ def test_a_closed_stream_gets_nothing_and_the_other_one_no_more(closed):
 def test_a_server_that_refuses_shows_why(tmp_path):
     """A real server, stopped at its start by a version of SGLang that is not in the tested range."""
     (tmp_path / "demo.json").write_text("of an earlier run")
-    info = tmp_path / "path" / "sglang-0.6.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    foreign = foreign_version.write(tmp_path / "path")
     command = [sys.executable, "-m", "sgl_kvpool", "demo", "--model", "bytes", "--layouts", "fp4"]
-    command += ["--out", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(info.parent), *sys.path[1:]])}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(foreign), *sys.path[1:]])}
+    done = ran(*command, "--out", tmp_path, env=env)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert any("was requested, but SGLang 0.6.1 is not a version" in line for line in lines)

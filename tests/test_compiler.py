@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_processes import ran
 
 from sgl_kvpool import compiler
 from sgl_kvpool.compiler import Module
@@ -39,13 +40,14 @@ print(Module("small", Path(sys.argv[1]), ("-O0",)).load().value())
 
 
 def warnings(caplog):
-    """What was logged from warnings on, whatever level SGLang has set in this process."""
+    """What was logged from warnings on."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Folder of the libraries, empty."""
+def cache(tmp_path, monkeypatch, caplog):
+    """Folder of the libraries, empty; warnings are logged, whatever level SGLang has set in this process."""
+    caplog.set_level(logging.WARNING)
     monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sgl_kvpool"
 
@@ -54,6 +56,14 @@ def cache(tmp_path, monkeypatch):
 def small(tmp_path, cache):
     """A module whose value is in a header."""
     return sources(tmp_path / "here")
+
+
+@pytest.fixture
+def library(small):
+    """The module's library."""
+    small.load()
+    (found,) = compiler.libraries()
+    return found
 
 
 def sources(folder, value=1):
@@ -113,9 +123,7 @@ def test_a_header_that_is_older_than_the_library(small, cache):
     assert not list(cache.glob(".build-*"))
 
 
-def test_what_else_is_in_the_name(small, monkeypatch, tmp_path):
-    small.load()
-    (first,) = compiler.libraries()
+def test_what_else_is_in_the_name(small, library, monkeypatch, tmp_path):
     replace(small, flags=("-O1",)).load()
     monkeypatch.setattr(compiler, "VERSION", "0.0.0")
     small.load()
@@ -126,22 +134,18 @@ def test_what_else_is_in_the_name(small, monkeypatch, tmp_path):
     small.load()
     names = {path.name.rpartition("-")[0] for path in compiler.libraries()}
     assert len(names) == 5
-    assert first in compiler.libraries()
+    assert library in compiler.libraries()
 
 
-def test_an_installation_at_another_path_shares_the_library(small, tmp_path, monkeypatch):
-    small.load()
-    before = compiler.libraries()
+def test_an_installation_at_another_path_shares_the_library(library, tmp_path, monkeypatch):
     other = sources(tmp_path / "there")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert other.load().value() == 1
-    assert compiler.libraries() == before
+    assert compiler.libraries() == [library]
 
 
 @pytest.mark.parametrize("length", [0, 64, 0.5, -1, "flipped"])
-def test_damaged_libraries_are_compiled_again_and_said(length, small, caplog):
-    small.load()
-    (library,) = compiler.libraries()
+def test_damaged_libraries_are_compiled_again_and_said(length, small, library, caplog):
     intact = library.read_bytes()
     half = len(intact) // 2
     put(
@@ -150,28 +154,23 @@ def test_damaged_libraries_are_compiled_again_and_said(length, small, caplog):
         else intact[: half if length == 0.5 else length],
     )  # fmt: skip
     assert compiler.damaged(library)
-    with caplog.at_level(logging.WARNING):
-        assert small.load().value() == 1
+    assert small.load().value() == 1
     assert warnings(caplog) == [f"sgl-kvpool: {library} is damaged and is compiled again"]
     (again,) = compiler.libraries()
     assert not compiler.damaged(again)
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert small.load().value() == 1
+    assert small.load().value() == 1
     assert not caplog.records
 
 
-def test_a_library_that_is_intact_and_cannot_be_loaded(small, cache, caplog):
+def test_a_library_that_is_intact_and_cannot_be_loaded(small, library, caplog):
     """As one that was linked with a newer C library; it is compiled once, also if that does not help."""
-    small.load()
-    (library,) = compiler.libraries()
     library.unlink()
     bad = b"not a library"
     digest = hashlib.sha256(bad).hexdigest()[:16]
     library = library.with_name(f"{library.name.rpartition('-')[0]}-{digest}.so")
     library.write_bytes(bad)
-    with caplog.at_level(logging.WARNING):
-        assert small.load().value() == 1
+    assert small.load().value() == 1
     assert f"{library} cannot be loaded and is compiled again: " in caplog.text
     assert not library.exists()
     assert len(compiler.libraries()) == 1
@@ -208,14 +207,11 @@ def test_no_compiler(small, monkeypatch):
     assert small.load().value() == 1
 
 
-def test_a_compiler_that_cannot_build(small, monkeypatch, tmp_path, caplog):
+def test_a_compiler_that_cannot_build(small, library, monkeypatch, tmp_path, caplog):
     """As g++ without its headers: the library of another compiler is used, but none of other sources."""
-    small.load()
-    (library,) = compiler.libraries()
     cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && echo "g++ (GCC) 99" && exit; exit 1')
     monkeypatch.setenv("CXX", cxx)
-    with caplog.at_level(logging.WARNING):
-        assert small.load().value() == 1
+    assert small.load().value() == 1
     (said,) = warnings(caplog)
     assert said.startswith(f"sgl-kvpool: {library}, of another compiler, is loaded: ninja ")
     small.source.with_name("value.h").write_text("#define VALUE 2\n")
@@ -235,10 +231,8 @@ def test_one_compiler_under_many_names_and_in_any_language(small, monkeypatch, t
     # Clang's version stands before the bracket, and below it a folder.
     for version, folder in ((18, "a"), (18, "b"), (19, "a")):
         compiler._version.cache_clear()
-        script(
-            tmp_path / "cxx",
-            f"printf 'Ubuntu clang version {version}.1 (caf\\351)\nInstalledDir: /{folder}\n'",
-        )
+        said = f"Ubuntu clang version {version}.1 (caf\\351)\nInstalledDir: /{folder}\n"
+        script(tmp_path / "cxx", f"printf '{said}'")
         digests.add(small._compilers())
     assert len(digests) == 3
 
@@ -251,9 +245,7 @@ def without_rights(module, code):
         "if os.geteuid() == 0: os.seteuid(65534)\n"
         f"module = Module('small', Path(sys.argv[1]), ('-O0',))\n{code}"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program, str(module.source)], capture_output=True, text=True, timeout=300
-    )
+    return ran(sys.executable, "-c", program, module.source)
 
 
 @pytest.fixture
@@ -292,9 +284,8 @@ def test_the_compiler_reads_no_source_that_is_not_in_the_name(source, monkeypatc
     import tvm_ffi
 
     includes = Path(tvm_ffi.__file__).parent / "include"
-    listed = subprocess.check_output(
-        ["c++", "-std=c++20", f"-I{includes}", "-MM", str(source)], text=True
-    )  # -MM leaves out system headers
+    # -MM leaves out system headers.
+    listed = ran("c++", "-std=c++20", f"-I{includes}", "-MM", source, check=True).stdout
     read = {Path(word).resolve() for word in re.findall(r"\S+\.(?:cpp|h|cuh)\b", listed)}
     own = {path for path in read if not path.is_relative_to(includes.resolve())}
     assert len(own) > 2
@@ -327,12 +318,10 @@ def test_a_folder_that_other_accounts_can_write(place, mode, small, cache, tmp_p
 
 
 @pytest.mark.parametrize("whose", ["everybody's", "another account's"])
-def test_a_library_that_another_account_has_planted(whose, small, cache, tmp_path, caplog):
+def test_a_library_that_another_account_has_planted(whose, small, library, tmp_path, caplog):
     """It was planted before the folder's mode was corrected."""
     if whose != "everybody's" and os.geteuid() != 0:
         pytest.skip("needs root, to give a file away")
-    small.load()
-    (library,) = compiler.libraries()
     stem = library.name.rpartition("-")[0]
     library.unlink()
     sources(tmp_path / "there", 2).load()
@@ -341,15 +330,14 @@ def test_a_library_that_another_account_has_planted(whose, small, cache, tmp_pat
     planted.chmod(0o666) if whose == "everybody's" else os.chown(planted, 54321, -1)
     fact = f"any account may write into {planted} (mode 0666)"
     fact = fact if whose == "everybody's" else f"{planted} belongs to account 54321"
-    with caplog.at_level(logging.WARNING):
-        assert small.load().value() == 1
+    assert small.load().value() == 1
     assert warnings(caplog) == [
         f"sgl-kvpool: {planted} can be changed by other accounts ({fact}) and is compiled again"
     ]
     assert compiler.libraries() == [library]
 
 
-def test_what_is_made_is_this_accounts_alone(small, cache, caplog):
+def test_what_is_made_is_this_accounts_alone(small, cache):
     before = os.umask(0)
     try:
         small.load()

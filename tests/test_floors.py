@@ -1,11 +1,11 @@
 """Imports between the package's floors, beyond what import-linter's contracts in pyproject.toml say."""
 
 import graphlib
-import subprocess
 import sys
 import tomllib
 
 import grimp
+from live_processes import ran
 
 from scripts import ROOT
 
@@ -41,9 +41,7 @@ def test_lower_floors_without_sglang():
     """import-linter reads the source; this test imports."""
     names = [name for name in MODULES if any(f"{name}.".startswith(f"{floor}.") for floor in WITHOUT_SGLANG)]
     assert {floor for floor in WITHOUT_SGLANG if not any(name.startswith(floor) for name in names)} == set()
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, timeout=300
-    )
+    done = ran(sys.executable, "-c", BLOCKED, *names)
     assert done.returncode == 0, done.stderr
 
 

@@ -57,7 +57,7 @@ for line in ROWS.strip().splitlines():
     TABLE[MLAKVCacheLayout(layout), *map(int, geometry)] = segments, *map(int, sizes)
 
 
-@pytest.mark.parametrize(("layout", "rank", "rope"), TABLE, ids=lambda value: str(value))
+@pytest.mark.parametrize(("layout", "rank", "rope"), TABLE, ids=str)
 def test_byte_table(layout, rank, rope):
     segments, payload, row = TABLE[layout, rank, rope]
     fmt = layout.row_format(rank, rope)
@@ -134,22 +134,17 @@ def test_parse():
         MLAKVCacheLayout("nvfp4")
 
 
-@pytest.mark.parametrize("rank", [0, -128, 64, 192, 576])
-def test_refuses_rank(rank):
-    with pytest.raises(ValueError, match=f"kv_lora_rank={rank} .*128.*--kv-cache-layout"):
-        FP4.row_format(rank, 64)
-
-
-@pytest.mark.parametrize("rope", [-64, 32, 128])
-def test_refuses_rope(rope):
-    with pytest.raises(ValueError, match=f"qk_rope_head_dim={rope} .*--kv-cache-layout"):
-        FP4.row_format(512, rope)
-
-
-@pytest.mark.parametrize("align", [0, -16, 3, 24, 32])
-def test_refuses_alignment(align):
-    with pytest.raises(ValueError, match=f"align_bytes={align} is not one of"):
-        FP4.row_format(512, 64, align_bytes=align)
+@pytest.mark.parametrize(
+    ("rank", "rope", "align", "message"),
+    [
+        *((n, 64, 16, f"kv_lora_rank={n} .*128.*--kv-cache-layout") for n in (0, -128, 64, 192, 576)),
+        *((512, n, 16, f"qk_rope_head_dim={n} .*--kv-cache-layout") for n in (-64, 32, 128)),
+        *((512, 64, n, f"align_bytes={n} is not one of") for n in (0, -16, 3, 24, 32)),
+    ],
+)
+def test_sizes_that_are_refused(rank, rope, align, message):
+    with pytest.raises(ValueError, match=message):
+        FP4.row_format(rank, rope, align_bytes=align)
 
 
 def test_tag_names_the_bytes():

@@ -112,9 +112,8 @@ def test_a_server_shows_no_gauges_of_servers_before(tmp_path):
 def test_files_that_are_no_gauges_of_ours_stay(tmp_path, monkeypatch):
     """Another program may name its processes by words."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    others = {
-        tmp_path / f"gauge_{one.gauge_mode}_word.db" for one in metrics.METRICS.values() if one.gauge_mode
-    }
+    modes = {one.gauge_mode for one in metrics.METRICS.values()} - {""}
+    others = {tmp_path / f"gauge_{mode}_word.db" for mode in modes}
     for file in others:
         file.touch()
     metrics._remove_gauges_of_ended_processes()

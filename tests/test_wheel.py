@@ -12,10 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from live_processes import ran
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-
 
 MODEL = "sgl_kvpool/demo/byte_mla_python"
 #: What the second wheel has instead of the first.
@@ -26,9 +26,7 @@ WEIGHTS = f"{MODEL}/model.safetensors"
 def packed(tmp_path_factory):
     """`make wheel` in a copy of this tree's tracked files: the wheels by distribution, and the files."""
     files = ["pyproject.toml", "README.md", "LICENSE", "Makefile"]
-    listed = subprocess.run(
-        ["git", "ls-files", "sgl_kvpool", *files], cwd=ROOT, capture_output=True, text=True
-    )
+    listed = ran("git", "ls-files", "sgl_kvpool", *files, cwd=ROOT)
     if listed.returncode:
         pytest.skip("not a git checkout")
     tracked = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
@@ -36,16 +34,11 @@ def packed(tmp_path_factory):
     for name in tracked:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    done = subprocess.run(
-        ["make", "wheel", f"PYTHON={shlex.quote(sys.executable)}"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PIP_NO_BUILD_ISOLATION": "0"},  # 0 turns the isolation off; no network is needed
-    )
+    env = {**os.environ, "PIP_NO_BUILD_ISOLATION": "0"}  # 0 turns the isolation off; no network is needed
+    done = ran("make", "wheel", f"PYTHON={shlex.quote(sys.executable)}", cwd=folder, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    left = subprocess.run(["find", MODEL, "-type", "d"], cwd=folder, capture_output=True, text=True).stdout
-    assert left == f"{MODEL}\n", "`make wheel` leaves its build folders in the package"
+    left = ran("find", MODEL, "-type", "d", cwd=folder)
+    assert left.stdout == f"{MODEL}\n", "`make wheel` leaves its build folders in the package"
     wheels = {path.name.partition("-")[0]: path for path in (folder / "dist").iterdir()}
     return wheels, tracked
 
@@ -53,8 +46,8 @@ def packed(tmp_path_factory):
 @pytest.mark.parametrize("name", ["sgl-kvpool", "with space"])
 def test_make_says_what_does_not_work_in_a_path_with_a_space(tmp_path, name):
     (tmp_path / name).mkdir()
-    command = ["sh", ROOT / "scripts" / "check_venv.sh", ".venv", shlex.quote(sys.executable), "file"]
-    done = subprocess.run(command, cwd=tmp_path / name, capture_output=True, text=True)
+    script, python = ROOT / "scripts" / "check_venv.sh", shlex.quote(sys.executable)
+    done = ran("sh", script, ".venv", python, "file", cwd=tmp_path / name)
     assert ("tvm-ffi compiles no C++ there" in done.stderr) == (" " in name)
 
 
@@ -108,7 +101,7 @@ def installed(packed, tmp_path_factory):
 
 def run(python, *words, folder):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([python, *words], capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+    return ran(python, *words, cwd=folder, env=env)
 
 
 @pytest.mark.slow
