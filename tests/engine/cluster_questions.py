@@ -2,30 +2,26 @@
 
 from programs import clean_environment
 
-from sgl_kvpool.demo.cluster.servers import (
-    CACHED_PAGES,
-    PAGE_SIZE,
-    PROMPT_TOKENS,
-    prompts,
-    small_server,
-    store_arguments,
-)
+from sgl_kvpool.demo.cluster import servers
+from sgl_kvpool.demo.cluster.servers import PAGE_SIZE
 from sgl_kvpool.metrics import FAILURES
 
 LAYERS = 3
-TOKENS, PAGES, CACHED = PROMPT_TOKENS, CACHED_PAGES, CACHED_PAGES * PAGE_SIZE
-PROMPTS = prompts(6)
+TOKENS, PAGES, CACHED = servers.PROMPT_TOKENS, servers.CACHED_PAGES, servers.CACHED_PAGES * PAGE_SIZE
+PROMPTS = servers.prompts(6)
 
 
 def server(folder, name, layout, *arguments, environment):
     """A server that is not started yet; prefill reads rows."""
     environment = clean_environment(**{"KVPOOL_PREFILL_READS_ROWS": "1", **environment})
-    return small_server(layout, arguments, folder / f"{name}.log", environment)
+    return servers.small_server(layout, arguments, folder / f"{name}.log", environment)
 
 
 def with_store(folder, name, layout, environment, backend, *arguments):
     """A server with a host tier over a store."""
-    return server(folder, name, layout, *store_arguments(backend), *arguments, environment=environment)
+    return server(
+        folder, name, layout, *servers.store_arguments(backend), *arguments, environment=environment
+    )
 
 
 def same(answers):

@@ -15,7 +15,7 @@ import psutil
 import ranked_servers
 from cluster_questions import PAGES, PROMPTS, failures, with_store
 from peer_servers import decode_server, prefill_server
-from programs import clean_environment, printed_by, python_path
+from programs import FLUSH, clean_environment, printed_by, python_path
 from tiny_model import PROMPTS as SHORT_PROMPTS
 
 from sgl_kvpool.commands.evaluate.measure import ask
@@ -25,8 +25,6 @@ from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.servers import metric_sum, peer_arguments, peer_environment, router, until
 
 HERE = Path(__file__).resolve().parent
-#: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
-FLUSH = "/flush_cache?timeout=30"
 
 
 def shared(_model_path, folder):
@@ -108,20 +106,14 @@ def hybrid_peers(_model_path, folder):
     model_path = hybrid_model.write(folder / "hybrid")
 
     def server(name, *arguments):
-        return Server(
-            [
-                *(*cpu_arguments(model_path, free_port()), *hybrid_servers.ARGUMENTS),
-                *("--attention-backend", "kvpool_mla", "--max-total-tokens", "2048"),
-                *("--kv-cache-layout", "fp4", "--enable-metrics", "--enable-cache-report", *arguments),
-            ],
-            folder / f"{name}.log",
-            {
-                **clean_environment(KVPOOL_PREFILL_READS_ROWS="1", PYTHONPATH=python_path(HERE)),
-                **hybrid_servers.ENVIRONMENT,
-                **peer_environment(),
-            },
-            program=hybrid_servers.PROGRAM,
-        )
+        command = [
+            *(*cpu_arguments(model_path, free_port()), *hybrid_servers.ARGUMENTS),
+            *("--attention-backend", "kvpool_mla", "--max-total-tokens", "2048"),
+            *("--kv-cache-layout", "fp4", "--enable-metrics", "--enable-cache-report", *arguments),
+        ]
+        environment = clean_environment(KVPOOL_PREFILL_READS_ROWS="1", PYTHONPATH=python_path(HERE))
+        environment |= {**hybrid_servers.ENVIRONMENT, **peer_environment()}
+        return Server(command, folder / f"{name}.log", environment, program=hybrid_servers.PROGRAM)
 
     texts = [*SHORT_PROMPTS, SHORT_PROMPTS[3]]
     port = free_port()
@@ -191,11 +183,8 @@ def interrupted(number):
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         try:
-            until(
-                lambda: list(folder.rglob("router-fp4.log")) or process.poll() is not None,
-                "servers that answer, for which a router starts",
-                300,
-            )
+            answering = "servers that answer, for which a router starts"
+            until(lambda: list(folder.rglob("router-fp4.log")) or process.poll() is not None, answering, 300)
             assert process.poll() is None, printed.read_text()
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(number)

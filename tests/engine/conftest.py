@@ -32,7 +32,8 @@ import soak_runs
 import store_servers
 import torch
 import weight_servers
-from programs import clean_environment, printed_by, python_path
+from live_processes import ran
+from programs import clean_environment, printed_by, python_path, scored
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.commands.processes.forks import Forks
@@ -50,6 +51,8 @@ ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 MODELS = "sgl_kvpool.demo.models"
 LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
+DETERMINISTIC, CHUNKS = "--enable-deterministic-inference", ("--chunked-prefill-size", "48")
+NATIVE = ("--attention-backend", "torch_native")
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 
 #: The demo model, saying what pool it is served from.
@@ -75,11 +78,8 @@ CONFIGURATIONS = {
     "bf16": ([LAYOUT, "bf16", "--tokenizer-worker-num", "2"], {}),
     "fp4": ([LAYOUT, "fp4"], READS_ROWS),
     # Our pool, read by a stock backend.
-    "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
-    "bf16-token_major-native": (
-        [LAYOUT, "bf16", ARRANGEMENT, "token_major", "--attention-backend", "torch_native"],
-        {},
-    ),
+    "fp8-native": ([LAYOUT, "fp8", *NATIVE], {}),
+    "bf16-token_major-native": ([LAYOUT, "bf16", ARRANGEMENT, "token_major", *NATIVE], {}),
     # One layout each, with a host tier and a store. An argument, a variable or a file requests the layout.
     **{name: ([LAYOUT, layout], READS_ROWS) for layout, name in host_tier.FIRST.items()},
     host_tier.FIRST["fp8"]: ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
@@ -88,22 +88,16 @@ CONFIGURATIONS = {
         name: ([LAYOUT, layout, ARRANGEMENT, host_tier.AGAIN_ARRANGEMENT[layout]], READS_ROWS)
         for layout, name in host_tier.AGAIN.items()
     },
-    host_tier.AGAIN["fp8"]: (
-        [LAYOUT, "fp8"],
-        {"KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
-    ),
+    host_tier.AGAIN["fp8"]: ([LAYOUT, "fp8"], {"KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS}),
     host_tier.AGAIN["fp4"]: (["--config", "{tmp}/arranged.yaml"], READS_ROWS),
     host_tier.LOSSY: (
         [LAYOUT, "fp4", *host_tier.ARGUMENTS],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "lossy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
     # Deterministic: each prompt in one prefill, or in chunks of 48 tokens.
-    "deterministic": ([LAYOUT, "fp4", "--enable-deterministic-inference"], INVARIANT),
-    "deterministic-chunks": (
-        [LAYOUT, "fp4", "--enable-deterministic-inference", "--chunked-prefill-size", "48"],
-        INVARIANT,
-    ),
-    "plain-chunks": ([LAYOUT, "fp4", "--chunked-prefill-size", "48"], {}),
+    "deterministic": ([LAYOUT, "fp4", DETERMINISTIC], INVARIANT),
+    "deterministic-chunks": ([LAYOUT, "fp4", DETERMINISTIC, *CHUNKS], INVARIANT),
+    "plain-chunks": ([LAYOUT, "fp4", *CHUNKS], {}),
     # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],
@@ -118,9 +112,7 @@ CONFIGURATIONS = {
 #: Configurations with a host tier and a store.
 WITH_HOST_TIER = [*host_tier.FIRST.values(), *host_tier.AGAIN.values()]
 #: Started by `python -m sglang.launch_server`, as Dockerfiles and scripts of users still do.
-LAUNCHED = {
-    host_tier.FIRST["fp8_block_scale"]: (sys.executable, "-m", "sglang.launch_server"),
-}
+LAUNCHED = {host_tier.FIRST["fp8_block_scale"]: (sys.executable, "-m", "sglang.launch_server")}
 #: Servers that start as a user's does, with imports of their own.
 FRESH = ("stock", *LAUNCHED)
 ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
@@ -147,10 +139,7 @@ def serve(name, model_path, folder):
     layout = name.partition("-")[0]
     store = None
     if has_host_tier:
-        arguments += [
-            *(*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS),
-            *host_tier.CHOICES.get(name, []),
-        ]
+        arguments += [*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS, *host_tier.CHOICES.get(name, [])]
         environment.update(host_tier.environment(HERE, folder.parent, name))
         if name == host_tier.SELF_CHECKED:
             environment["PYTHONPATH"] = os.pathsep.join([str(foreign), environment["PYTHONPATH"]])
@@ -159,13 +148,10 @@ def serve(name, model_path, folder):
         if name == host_tier.AGAIN[layout]:
             host_tier.damage(store, layout)
     in_store = {layout: len(host_tier.stored(store, layout)) for layout in host_tier.LAYOUTS if store}
-    log = folder / "server.log"
-    server = Server(
-        [*cpu_arguments(model_path, free_port()), *arguments],
-        log,
-        {**clean_environment(), **environment},
-        program=LAUNCHED.get(name),
-    )
+    log, greedily = folder / "server.log", {"sampling_params": GREEDY, "return_logprob": True}
+    arguments = [*cpu_arguments(model_path, free_port()), *arguments]
+    environment = {**clean_environment(), **environment}
+    server = Server(arguments, log, environment, program=LAUNCHED.get(name))
     if name in FRESH:
         server.forks = None
     with server:
@@ -173,20 +159,12 @@ def serve(name, model_path, folder):
             "in_store": in_store,
             "info": server.info(),
             # One request after the other: the second finds a part of the first in the radix cache.
-            "first": [
-                server.generate(text=prompt, sampling_params=GREEDY, return_logprob=True)
-                for prompt in PROMPTS
-            ],
+            "first": [server.generate(text=prompt, **greedily) for prompt in PROMPTS],
         }
         # All at once, of unequal lengths, now with the whole prompts cached.
-        answers["batch"] = server.generate(text=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+        answers["batch"] = server.generate(text=PROMPTS, **greedily)
         # Log-probabilities of a prompt: one prefill without a cached prefix.
-        answers["prompt"] = server.generate(
-            text=PROMPTS[3],
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-            return_logprob=True,
-            logprob_start_len=0,
-        )
+        answers["prompt"] = scored(server, text=PROMPTS[3])
         if "TEST_VALUES" in environment:
             answers["values"] = torch.load(environment["TEST_VALUES"])
             answers["metrics"] = server.get("/metrics").decode()
@@ -212,16 +190,10 @@ def refused(model_path, folder):
     """A server whose scheduler finds too little memory for its host tier."""
     folder.mkdir()
     env = clean_environment(CUDA_VISIBLE_DEVICES="", SGLANG_EXTERNAL_MODEL_PACKAGE=MODELS)
-    arguments = [*cpu_arguments(model_path, free_port()), LAYOUT, "fp4"]
-    arguments += ["--enable-hierarchical-cache", "--hicache-size", str(10**6)]
-    done = subprocess.run(
-        [*serve_command(), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        env={**os.environ, **env},
-    )
+    command = [*serve_command(), *cpu_arguments(model_path, free_port()), LAYOUT, "fp4"]
+    command += ["--enable-hierarchical-cache", "--hicache-size", str(10**6)]
+    streams = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = ran(*command, **streams, env={**os.environ, **env})
     return {"status": done.returncode, "log": done.stdout}
 
 

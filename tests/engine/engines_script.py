@@ -11,28 +11,17 @@ import sys
 
 from tiny_model import TEXT
 
-ARGUMENTS = {
-    "device": "cpu",
-    "mem_fraction_static": 0.3,
-    "max_total_tokens": 4096,
-    "disable_overlap_schedule": True,
-    "disable_cuda_graph": True,
-    "log_level": "info",
-}
+ARGUMENTS = {"device": "cpu", "mem_fraction_static": 0.3, "max_total_tokens": 4096, "log_level": "info"}
+ARGUMENTS |= {"disable_overlap_schedule": True, "disable_cuda_graph": True}
 PROMPT = TEXT[:60]
 SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 
 
 def refused(sglang, model_path):
     """The error of an Engine whose host tier needs more memory than any machine has."""
+    host_tier = {"enable_hierarchical_cache": True, "hicache_size": 10**6}
     try:
-        sglang.Engine(
-            model_path=model_path,
-            **ARGUMENTS,
-            kv_cache_layout="fp4",
-            enable_hierarchical_cache=True,
-            hicache_size=10**6,
-        )
+        sglang.Engine(model_path=model_path, **ARGUMENTS, kv_cache_layout="fp4", **host_tier)
     except ValueError as error:
         answer = {"type": type(error).__name__, "text": str(error)}
     gc.collect()  # an Engine that was not shut down must not make the collector wait for its sockets
@@ -46,10 +35,8 @@ def main(model_path):
     ours = {"kv_cache_layout": "fp4", "kv_cache_arrangement": "page_major", "page_size": 8}
     # Both are resolved before the first is launched.
     build = sglang.Engine.server_args_class
-    both = [
-        build(model_path=model_path, **ARGUMENTS, **extra)
-        for extra in (ours, {"attention_backend": "torch_native"})
-    ]
+    stock = {"attention_backend": "torch_native"}
+    both = [build(model_path=model_path, **ARGUMENTS, **extra) for extra in (ours, stock)]
     for server_args in both:
         server_args.resolve_once()
     for server_args in both:

@@ -6,7 +6,7 @@ from pathlib import Path
 import codec_oracle as oracle
 import host_tier_servers as host_tier
 import hybrid_model
-from programs import clean_environment, python_path
+from programs import FLUSH, clean_environment, python_path, scored
 from tiny_model import NEW_TOKENS, PROMPTS, TEXT
 
 from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
@@ -56,19 +56,12 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 #: Prompts that share no beginning with any other.
 APART = [f"{n}: {TEXT[31 * n : 31 * n + 40 + 23 * n]}" for n in range(6)]
 LONG = 120
-#: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
-FLUSH = "/flush_cache?timeout=30"
 
 
 def serve(arguments=(), environment=None):
     """A job of conftest's: `job(model_path, folder)` starts the server, and returns its answers.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-        After those of the stock server.
-    environment : mapping, optional
-        Added to the server's.
+    `arguments` come after those of the stock server, `environment` is added to its own.
     """
 
     def job(_model_path, folder):
@@ -107,12 +100,7 @@ def ask(server):
     server.get(FLUSH)
     answers["together"] = generate(APART)
     # Log-probabilities of a prompt: one prefill without a cached prefix.
-    answers["prompt"] = server.generate(
-        text=PROMPTS[3],
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_logprob=True,
-        logprob_start_len=0,
-    )
+    answers["prompt"] = scored(server, text=PROMPTS[3])
     if answers["info"]["enable_hierarchical_cache"]:
         server.get(FLUSH)
         answers["filled"] = generate(PROMPTS[3])

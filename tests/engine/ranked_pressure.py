@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 from cluster_questions import failures
-from programs import clean_environment
-from ranked_servers import FLUSH, environment, mappings
+from programs import FLUSH, clean_environment
+from ranked_servers import environment, mappings
 from tiny_model import TEXT
 
 from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
@@ -38,9 +38,8 @@ TIE = 0.05
 
 
 def ask(server, prompt):
-    answer = server.post(
-        "/generate", text=prompt, sampling_params=SAMPLING, return_logprob=True, top_logprobs_num=2
-    )
+    asked = {"text": prompt, "sampling_params": SAMPLING, "return_logprob": True, "top_logprobs_num": 2}
+    answer = server.post("/generate", **asked)
     meta = answer["meta_info"]
     return {
         "ids": answer["output_ids"],

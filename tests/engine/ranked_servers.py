@@ -9,7 +9,7 @@ from pathlib import Path
 import foreign_version
 import host_tier_servers as host_tier
 import psutil
-from programs import clean_environment, python_path
+from programs import FLUSH, clean_environment, python_path
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
@@ -17,8 +17,6 @@ from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_por
 HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-#: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
-FLUSH = "/flush_cache?timeout=30"
 #: A prompt that no store has, and the page of the first filler that rank 1 cannot read.
 LOST, UNREADABLE_PAGE = "lost: " + PROMPTS[3], 5
 #: Servers that are not started unless this variable is set: each takes two minutes on two cores.
@@ -54,14 +52,10 @@ def serve(arguments, ask_more=None, *faults):
             (folder / "faults" / fault).touch()
         cores = sorted(os.sched_getaffinity(0))
         log = folder / "server.log"
-        with Server(
-            [
-                *(*cpu_arguments(model_path, free_port()), "--kv-cache-layout", "fp4"),
-                *(*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS, *arguments),
-            ],
-            log,
-            clean_environment(**environment(folder, (cores[0], cores[-1]))),
-        ) as server:
+        command = [*cpu_arguments(model_path, free_port()), "--kv-cache-layout", "fp4"]
+        command += [*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS, *arguments]
+        variables = clean_environment(**environment(folder, (cores[0], cores[-1])))
+        with Server(command, log, variables) as server:
             answers = ask(server, folder)
             if ask_more is not None:
                 ask_more(server, folder, answers)

@@ -31,11 +31,7 @@ def regression(model_path, folder):
     command = [sys.executable, ROOT / "scripts" / "h100_regression.py", "--layouts", "fp4", "--out", out]
     printed = printed_by(command, 1500)
     run = read_run(out / "results.jsonl")
-    return {
-        "printed": printed,
-        "run": run,
-        "damaged": _damaged(out, run, folder),
-    }
+    return {"printed": printed, "run": run, "damaged": _damaged(out, run, folder)}
 
 
 def _damaged(out, run, folder):
@@ -59,16 +55,8 @@ def main():
     """Run the step of a request; its lines of results.jsonl are the last line of the output."""
     request, folder = sys.argv[1:]
     command = (sys.executable, "-m", "scripts.servers.serve", "{folder}")
-    environment = {"OMP_NUM_THREADS": "1"}
-    step = Step(
-        SERVER,
-        "damaged",
-        command,
-        900,
-        measurements,
-        files={"request.json": request},
-        environment=environment,
-    )
+    given = {"files": {"request.json": request}, "environment": {"OMP_NUM_THREADS": "1"}}
+    step = Step(SERVER, "damaged", command, 900, measurements, **given)
     records = []
     run_steps([step], Machine(), Path(folder), ended=records.append, say=print)
     print(json.dumps(records[0].as_line()))

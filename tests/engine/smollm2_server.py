@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from host_tier_servers import ARGUMENTS as HOST_TIER
-from programs import python_path
+from programs import python_path, scored
 
 from sgl_kvpool.commands.evaluate.measure import answer, score
 from sgl_kvpool.commands.processes.server import Server, cpu_arguments, free_port
@@ -22,16 +22,6 @@ def window_ids(count):
     return [ids[start : start + WINDOW] for start in range(0, count * WINDOW, WINDOW)]
 
 
-def scored(server, ids, start):
-    """A prefill with log-probabilities of tokens behind `start`; rows of earlier tokens may be cached."""
-    return server.generate(
-        input_ids=ids,
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_logprob=True,
-        logprob_start_len=start,
-    )
-
-
 def serve(model_path, folder):
     """What the server answers; "first" is scored, found on the device, pushed out, and found on the host."""
     folder.mkdir()
@@ -39,9 +29,8 @@ def serve(model_path, folder):
     log = folder / "server.log"
     arguments = cpu_arguments(smollm2.checkpoint(), free_port(), max_total_tokens=DEVICE_TOKENS)
     # On the command line, only what the YAML file does not set.
-    without_page = (
-        HOST_TIER[: HOST_TIER.index("--page-size")] + HOST_TIER[HOST_TIER.index("--page-size") + 2 :]
-    )
+    page = HOST_TIER.index("--page-size")
+    without_page = HOST_TIER[:page] + HOST_TIER[page + 2 :]
     arguments += ["--config", str(folder / "server.yaml"), *without_page]
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -53,12 +42,12 @@ def serve(model_path, folder):
     with Server(arguments, log, environment) as server:
         return {
             "info": server.info(),
-            "whole": scored(server, first, 0),
-            "device_hit": scored(server, first, PREFIX),
+            "whole": scored(server, input_ids=first),
+            "device_hit": scored(server, PREFIX, input_ids=first),
             "behind_prefix": score(server, [first], PREFIX).log_probabilities[0],
             "answer": answer(server, QUESTION, 16),
-            "others": [scored(server, ids, 0) for ids in others],
-            "host_hit": scored(server, first, PREFIX),
+            "others": [scored(server, input_ids=ids) for ids in others],
+            "host_hit": scored(server, PREFIX, input_ids=first),
             "metrics": server.get("/metrics").decode(),
             "log": log.read_text(errors="replace"),
         }

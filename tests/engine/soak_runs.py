@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from live_processes import ran
 from programs import clean_environment
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOAK = (sys.executable, "-m", "scripts.soak")
 
 
@@ -18,14 +17,8 @@ def soak(*arguments):
 
     def job(_model_path, folder):
         folder.mkdir()
-        done = subprocess.run(
-            [*SOAK, *arguments, "--json", folder / "soak.json", "--out", folder / "logs"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=1500,
-            env={**os.environ, **clean_environment()},
-        )
+        command = [*SOAK, *arguments, "--json", folder / "soak.json", "--out", folder / "logs"]
+        done = ran(*command, cwd=ROOT, timeout=1500, env={**os.environ, **clean_environment()})
         assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]
         report = json.loads((folder / "soak.json").read_text())
         return {**report, "printed": done.stdout, "status": done.returncode}

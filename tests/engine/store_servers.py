@@ -2,11 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, failures, with_store
+from programs import printed_by
 
 from sgl_kvpool.commands.evaluate.measure import ask
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
@@ -28,14 +28,7 @@ def page_keys(text):
 
 def change(store, key):
     """Replace a stored page by one with a changed byte, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, HERE / "change_page.py", key, "1234"],
-        env={**os.environ, **store.environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed_by([sys.executable, HERE / "change_page.py", key, "1234"], 120, **store.environment)
 
 
 def mooncake(_model_path, folder):

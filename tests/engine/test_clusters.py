@@ -79,10 +79,9 @@ def test_states_go_with_the_rows(record):
     answers = record("cluster-hybrid")
     assert same(answers["peers"]) == same(answers["one"])
     # The last prompt is a repeated one: rows and state of its beginning are the prefill server's.
-    assert [answer["cached"] for answer in answers["peers"]] == [
-        answer["cached"] for answer in answers["one"]
-    ]
-    assert answers["peers"][-1]["cached"] > 0
+    peers, one = ([answer["cached"] for answer in answers[name]] for name in ("peers", "one"))
+    assert peers == one
+    assert peers[-1] > 0
     assert answers["failures"] == [{}, {}]
 
 

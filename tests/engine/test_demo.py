@@ -66,13 +66,9 @@ def test_a_prompt_comes_back_from_host_memory(record, results):
     """Layer-major pools of every layout; only on a machine with 15 GiB of free memory."""
     if any(results[name]["host_hit"] is None for name in LAYOUTS):
         pytest.skip("the demo has a host tier only with 15 GiB of free memory; SGLang keeps 10 of them")
+    hit = {"prompt_tokens": 1000, "host_tokens": 960, "generated_tokens": 32, "same_tokens": True}
     for name in LAYOUTS:
-        assert results[name]["host_hit"] == {
-            "prompt_tokens": 1000,
-            "host_tokens": 960,
-            "generated_tokens": 32,
-            "same_tokens": True,
-        }
+        assert results[name]["host_hit"] == hit
     assert "host tier, every layout: 960 of 1000 tokens" in record("demo")["printed"]
 
 
@@ -90,10 +86,9 @@ def test_stored_rows_were_read(results):
 def test_greedy_tokens(record, results, goldens, layout):
     assert goldens["prompts"] == record("demo")["prompts"]
     # Where a margin is within bfloat16's rounding of the logits, another CPU may give another token.
-    wide = [
-        number for number, golden in enumerate(goldens["greedy"][layout]) if golden["smallest_margin"] > 0.1
-    ]
-    expected = [goldens["greedy"][layout][number]["token_ids"] for number in wide]
+    golden = goldens["greedy"][layout]
+    wide = [number for number, one in enumerate(golden) if one["smallest_margin"] > 0.1]
+    expected = [golden[number]["token_ids"] for number in wide]
     found = [results[layout]["greedy"][number]["token_ids"] for number in wide]
     assert len(wide) >= 4
     texts = [[bytes(ids).decode() for ids in answers] for answers in (found, expected)]

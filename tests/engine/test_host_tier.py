@@ -2,38 +2,27 @@
 
 import re
 
+import host_tier_servers as servers
 import pytest
 from codec_oracle import ROW_BYTES
 from host_tier import stride_bytes
-from host_tier_servers import (
-    AGAIN,
-    AGAIN_ARRANGEMENT,
-    CHOICES,
-    DAMAGED_PAGE,
-    FIRST,
-    LAYOUTS,
-    LOSSY,
-    PAGE_SIZE,
-    PAUSED,
-    SELF_CHECKED,
-    SHARED,
-)
+from host_tier_servers import AGAIN, AGAIN_ARRANGEMENT, DAMAGED_PAGE, FIRST, LAYOUTS, PAGE_SIZE
 from tiny_model import PROMPTS
 
 from sgl_kvpool import __version__
 
 LAYERS = 3
-WRITTEN_LATER = [name for name, arguments in CHOICES.items() if "--hicache-write-policy" in arguments]
+WRITTEN_LATER = [name for name, arguments in servers.CHOICES.items() if "--hicache-write-policy" in arguments]
 #: Tokens of the whole pages of the long prompt that can be found; its last token is always computed.
 LONG = (len(PROMPTS[3]) - 1) // PAGE_SIZE * PAGE_SIZE
 
 
-def marked(*servers):
-    """Parameters (layout, name of its server) for each of `servers`, marked with the servers they need."""
+def marked(*named):
+    """Parameters (layout, name of its server) for each of `named`, marked with the servers they need."""
     return [
         pytest.param(layout, names[layout], marks=pytest.mark.engine(names[layout], FIRST[layout]))
         for layout in LAYOUTS
-        for names in servers
+        for names in named
     ]
 
 
@@ -98,7 +87,7 @@ def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, name):
     ("layout", "other"),
     [
         pytest.param(other, first, marks=pytest.mark.engine(FIRST[other], FIRST["bf16"]))
-        for first, *others in SHARED
+        for first, *others in servers.SHARED
         for other in others
     ],
 )
@@ -131,10 +120,10 @@ def test_a_damaged_file_ends_the_prefix(record, layout, name):
         assert cached(answer)["storage"] == 400 // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
 
 
-@pytest.mark.engine(LOSSY, FIRST["fp4"])
+@pytest.mark.engine(servers.LOSSY, FIRST["fp4"])
 def test_lost_backups_are_misses(record):
     """Every backup fails: what was pushed out is computed again, rightly, and the server goes on."""
-    answers = record(LOSSY)
+    answers = record(servers.LOSSY)
     found = answers["host_tier"]
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
     assert cached(found["host_hit"]) == {"device": 0, "host": 0, "storage": 0}
@@ -149,14 +138,8 @@ def test_lost_backups_are_misses(record):
 @pytest.mark.parametrize(("layout", "name"), marked(FIRST, AGAIN))
 def test_metrics(record, layout, name):
     answers = record(name)
-    labels = {
-        "layout": layout,
-        "host_layout": layout,
-        "arrangement": arrangement_of(layout, name),
-        "backend": "kvpool_mla",
-        "dcp_size": "1",
-        "version": __version__,
-    }
+    labels = {"layout": layout, "host_layout": layout, "arrangement": arrangement_of(layout, name)}
+    labels |= {"backend": "kvpool_mla", "dcp_size": "1", "version": __version__}
     assert metric(answers, "sgl_kvpool_info", **labels) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES[layout]
     for direction in ("to_host", "to_device"):
@@ -170,7 +153,7 @@ def test_metrics(record, layout, name):
         assert metric(answers, "sgl_kvpool_transfer_gigabytes_per_second", **engine) > 0
     # SGLang counts the same transfers with padding and checksum, which stay on the host.
     pages = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host") / page_bytes
-    pages -= 2 if name == SELF_CHECKED else 0  # those of the self-check
+    pages -= 2 if name == servers.SELF_CHECKED else 0  # those of the self-check
     assert pages * stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout]) == sum(
         float(line.rpartition(" ")[2])
         for line in answers["host_tier"]["metrics"].splitlines()
@@ -197,13 +180,12 @@ def test_the_log_says_what_the_tier_is(record, layout, name):
     assert record(name)["log"].count(line) == 1
 
 
-@pytest.mark.engine(SELF_CHECKED)
+@pytest.mark.engine(servers.SELF_CHECKED)
 def test_a_server_on_an_untested_sglang_checks_itself(record):
     """Once, before it serves, in negligible time; its answers are tested above."""
-    (line,) = [line for line in record(SELF_CHECKED)["log"].splitlines() if "self-check" in line]
-    found = re.search(
-        r"sgl-kvpool: self-check passed in (\S+) s \(this SGLang is not a tested one\): (.*)", line
-    )
+    (line,) = [line for line in record(servers.SELF_CHECKED)["log"].splitlines() if "self-check" in line]
+    passed = r"sgl-kvpool: self-check passed in (\S+) s \(this SGLang is not a tested one\): (.*)"
+    found = re.search(passed, line)
     assert float(found[1]) < 5
     rows, *attention, tier = found[2].split(", ")
     assert rows == f"rows of {LAYERS} of {LAYERS} layers"
@@ -212,9 +194,9 @@ def test_a_server_on_an_untested_sglang_checks_itself(record):
     assert tier == "2 pages to the host tier and back"
 
 
-@pytest.mark.engine(PAUSED)
+@pytest.mark.engine(servers.PAUSED)
 def test_a_paused_server_can_be_flushed(record):
     """Its backups end and are acknowledged while it is paused, so that it becomes idle."""
-    statuses = record(PAUSED)["paused"]
+    statuses = record(servers.PAUSED)["paused"]
     assert statuses[-1] == 200
     assert set(statuses[:-1]) <= {400}

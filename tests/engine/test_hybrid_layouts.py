@@ -23,10 +23,8 @@ def layout_of(name):
 def test_the_pool_is_ours_and_has_the_rows_of_its_layout(record, name):
     found, layout = record(name), layout_of(name)
     row = ROW_BYTES[layout]
-    assert (
-        f"KV cache layout {layout}: {row} bytes per token and layer, 2 layers, {DEVICE_TOKENS} tokens"
-        in found["log"]
-    )
+    line = f"KV cache layout {layout}: {row} bytes per token and layer, 2 layers, {DEVICE_TOKENS} tokens"
+    assert line in found["log"]
     assert found["info"]["kv_cache_layout"] == layout
     assert "Mamba Cache is allocated. max_mamba_cache_size: 64" in found["log"]
     assert "extend=TorchKDAKernel" in found["log"]
@@ -45,9 +43,7 @@ def test_bf16_rows_give_the_answers_of_sglangs_pool(record):
 @pytest.mark.parametrize("layout", NARROW)
 @pytest.mark.engine("hybrid-bf16", *(f"hybrid-{layout}" for layout in NARROW))
 def test_other_rows_are_close_to_bf16_and_not_the_same(record, layout):
-    far = distance(
-        of_prompt(record("hybrid-bf16")["prompt"]), of_prompt(record(f"hybrid-{layout}")["prompt"])
-    )
+    far = distance(*(of_prompt(record(f"hybrid-{name}")["prompt"]) for name in ("bf16", layout)))
     assert ROUNDED < far < NEAR[layout]
 
 

@@ -7,10 +7,10 @@ The environment has the packages of constraints.txt but for SGLang itself. On a 
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from live_processes import ran
 from programs import clean_environment
 
 from sgl_kvpool.commands.evaluate.measure import generate_greedily
@@ -39,15 +39,9 @@ def environment(**more):
 def refused(*arguments, **more):
     """Output of a server that refuses to start; it has to end by itself."""
     command = [PYTHON, "-m", "sglang.launch_server", *cpu_arguments(model_path(), free_port()), *arguments]
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "CUDA_VISIBLE_DEVICES": ""}
-        | {"SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS}
-        | environment(**more),
-    )
+    variables = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS, **environment(**more)}
+    done = ran(*map(str, command), env=variables)
     assert done.returncode == 1
     assert "Load weight" not in done.stdout + done.stderr
     return done.stderr
@@ -90,8 +84,7 @@ def test_without_the_opt_in_everything_is_refused(more):
 
 
 def test_doctor_names_what_differs_and_the_page_the_groups_that_do_not_work():
-    command = [PYTHON, "-m", "sgl_kvpool", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = ran(PYTHON, "-m", "sgl_kvpool", "doctor", "--json")
     assert done.returncode == 1
     found = json.loads(done.stdout)["probes"]["hook points"]
     failing = [problem.partition(": ")[0] for problem in found["problems"]]

@@ -54,9 +54,8 @@ def test_bf16_works_with_servers_without_a_layout(record):
 def test_packed_rows_are_refused_to_servers_without_a_layout(record):
     refused = record("stock-peers")["refused"]
     assert refused["status"] == 500
-    assert (
-        "stores SGLang's own rows (auto), and this decode server stores rows of layout fp4" in refused["body"]
-    )
+    said = "stores SGLang's own rows (auto), and this decode server stores rows of layout fp4"
+    assert said in refused["body"]
     assert refused["seconds"] < ANSWERED_SECONDS
 
 

@@ -7,12 +7,7 @@ from scripts.servers.regressions import compare
 
 pytestmark = pytest.mark.engine("regression")
 
-RAN = [
-    "tests-canonical",
-    "codec-quick",
-    "attention-quick",
-    "transfer-quick",
-]
+RAN = ["tests-canonical", "codec-quick", "attention-quick", "transfer-quick"]
 RAN += ["serve-demo-stock", "serve-demo-bf16", SERVER]
 
 

@@ -10,6 +10,8 @@ import pytest
 from codec_oracle import ROW_BYTES, STORED
 from forks import without_folders
 from host_tier_servers import AGAIN, AGAIN_ARRANGEMENT, DEVICE_TOKENS, FIRST, LAYOUTS, PAGE_SIZE
+from hybrid_answers import distance as mean_distance
+from hybrid_answers import of_prompt as logprobs
 
 LAYERS, TOKENS = 3, 16384
 
@@ -20,14 +22,6 @@ def tokens(answers):
 
 def cached(answers):
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
-
-
-def logprobs(answer):
-    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
-
-def mean_distance(one, other):
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
 # ------------------------------------------------------------------ SGLang as it is
@@ -211,16 +205,15 @@ def test_a_deterministic_server_gives_the_same_bits(record):
 def test_a4_an_arrangement_gives_the_tokens_of_layer_major(record, layout):
     """The same rows elsewhere: one request after the other, then all at once over pages in no order."""
     plain, found = record(FIRST[layout]), record(AGAIN[layout])
-    page_size = PAGE_SIZE
     assert found["info"]["kv_cache_arrangement"] == AGAIN_ARRANGEMENT[layout]
     assert found["info"]["kv_cache_layout"] == layout
-    assert found["info"]["page_size"] == page_size
+    assert found["info"]["page_size"] == PAGE_SIZE
     assert tokens(found["first"]) == tokens(plain["first"])
     assert tokens(found["batch"]) == tokens(plain["batch"])
     assert mean_distance(logprobs(found["prompt"]), logprobs(plain["prompt"])) < 0.02
     hits = cached(found["batch"])
     lengths = [answer["meta_info"]["prompt_tokens"] for answer in found["batch"]]
-    assert hits == [(length - 1) // page_size * page_size for length in lengths]
+    assert hits == [(length - 1) // PAGE_SIZE * PAGE_SIZE for length in lengths]
 
 
 @pytest.mark.engine("bf16", *FIRST.values(), *AGAIN.values())

@@ -1,10 +1,9 @@
 """SmolLM2-135M as an MLA model through a real server, beside transformers' Llama class, the same weights."""
 
-import re
-
 import pytest
 import torch
 from smollm2_server import CHUNK, DEVICE_TOKENS, PAGE_SIZE, PREFIX, WINDOW, window_ids
+from test_host_tier import metric
 
 from sgl_kvpool.demo import smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -81,7 +80,8 @@ def test_a_narrower_host_tier(answers):
     assert hit["host"] == cached(answers["device_hit"])["device"]
     exact, rounded = (log_probabilities(answers[name]) for name in ("device_hit", "host_hit"))
     assert 0.005 < (rounded - exact).abs().mean() < 0.5
-    moved = metric(answers["metrics"], "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu")
+    labels = {"direction": "to_device", "engine": "cpu"}
+    moved = metric({"host_tier": answers}, "sgl_kvpool_transfer_bytes_total", **labels)
     # The metrics count the pages of fp4 that the host keeps.
     page_bytes = PAGE_SIZE * LAYERS * FP4.row_bytes
     assert moved >= hit["host"] // PAGE_SIZE * page_bytes
@@ -92,11 +92,3 @@ def test_a_narrower_host_tier(answers):
         f"sgl-kvpool: host tier of {pages} pages of {PAGE_SIZE} tokens ({page_bytes} bytes, all {LAYERS} "
         f"layers), page_first, rows {FP4.tag} of {BF16.tag} on the device, engine cpu"
     ) in answers["log"]
-
-
-def metric(text, name, **labels):
-    """A metric's value on the server's page."""
-    for line in text.splitlines():
-        if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
-            return float(re.split(r"\}\s*", line)[1])
-    raise AssertionError(f"no {name} with {labels}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cluster_questions import PROMPTS, failures, with_store
 from host_tier_servers import wait_for_store
+from programs import FLUSH
 
 from sgl_kvpool.commands.evaluate.measure import ask
 from sgl_kvpool.demo.cluster.servers import metric_sum
@@ -69,7 +70,7 @@ class Asked:
         return self.post("/update_weights_from_disk", model_path=str(folder), **fields)
 
     def flush(self):
-        self.server.get("/flush_cache?timeout=30")
+        self.server.get(FLUSH)
 
     def step(self, name, prompt=0):
         """Ask a prompt; once the store is quiet, flush and ask again."""
@@ -125,16 +126,11 @@ def weights(_model_path, folder):
         answers["failed"] = asked.update(folder / "nothing")
         asked.step("failed", prompt=1)
 
-        first, last = buckets(old)
+        (first, last), path = buckets(old), "/update_weights_from_tensor"
         answers["session"] = [
             asked.post("/begin_weight_update"),
-            asked.post(
-                "/update_weights_from_tensor",
-                serialized_named_tensors=first,
-                load_format="direct",
-                flush_cache=False,
-            ),
-            asked.post("/update_weights_from_tensor", serialized_named_tensors=last, load_format="direct"),
+            asked.post(path, serialized_named_tensors=first, load_format="direct", flush_cache=False),
+            asked.post(path, serialized_named_tensors=last, load_format="direct"),
         ]
         asked.step("in a session", prompt=1)
         answers["session"].append(asked.post("/end_weight_update"))

@@ -40,14 +40,9 @@ class KimiLinearForCausalLM(nn.Module):
                     dt_bias=attention.dt_bias,
                 )
             else:
-                attention.attn_mqa = RadixAttention(
-                    shape.mla.heads,
-                    shape.mla.row_width,
-                    shape.mla.scale,
-                    num_kv_heads=1,
-                    layer_id=index,
-                    v_head_dim=shape.mla.kv_lora_rank,
-                )
+                mla = shape.mla
+                rows = {"num_kv_heads": 1, "layer_id": index, "v_head_dim": mla.kv_lora_rank}
+                attention.attn_mqa = RadixAttention(mla.heads, mla.row_width, mla.scale, **rows)
         self.logits_processor = LogitsProcessor(config)
 
     @torch.no_grad()

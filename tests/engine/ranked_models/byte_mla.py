@@ -75,15 +75,8 @@ class DeepseekV2ForCausalLM(absorbed.DeepseekV2ForCausalLM):
         for index in range(self.start_layer, self.end_layer):
             attention = self.model.layers[index].self_attn
             for name, heads in heads_by_name(shape.heads):
-                layer = RadixAttention(
-                    heads,
-                    shape.row_width,
-                    shape.scale,
-                    num_kv_heads=1,
-                    layer_id=index,
-                    v_head_dim=shape.kv_lora_rank,
-                )
-                setattr(attention, name, layer)
+                rows = {"num_kv_heads": 1, "layer_id": index, "v_head_dim": shape.kv_lora_rank}
+                setattr(attention, name, RadixAttention(heads, shape.row_width, shape.scale, **rows))
         # Every rank has the whole of `lm_head`.
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
 
