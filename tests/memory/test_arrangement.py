@@ -51,9 +51,7 @@ def test_b1_b2_b3_b4_rows_of_a_view_are_the_bytes_at_the_address(name):
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("name", ORDER)
 def test_slots_to_rows(name, page_size, dtype):
-    placement = RowPlacement(
-        KVArrangement(name), layers=3, pages=5, page_size_tokens=page_size, row_bytes=416
-    )
+    placement = RowPlacement(name, layers=3, pages=5, page_size_tokens=page_size, row_bytes=416)
     slots = torch.tensor([[-1, 0, page_size], [5 * page_size - 1, 2 * page_size - 1, -7]], dtype=dtype)
     # Not contiguous.
     rows = placement.slot_to_row(slots.t())
@@ -81,9 +79,7 @@ def test_row_numbers_beyond_int32():
 
 def test_names():
     assert KVArrangement("page_major") is KVArrangement.PAGE_MAJOR
-    with pytest.raises(
-        ValueError, match="'nhd'; choose one of: layer_major, token_major, page_major, head_major"
-    ):
+    with pytest.raises(ValueError, match=f"'nhd'; choose one of: {', '.join(ORDER)}, head_major"):
         KVArrangement("nhd")
     assert [str(member) for member in KVArrangement.of_rows()] == list(ORDER)
     with pytest.raises(ValueError, match="head_major splits pages by head, and rows have one"):

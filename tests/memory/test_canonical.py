@@ -11,20 +11,15 @@ from cases import copy_pages
 
 from sgl_kvpool.connectors.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.connectors.cross_layer import LayerPages
-from sgl_kvpool.memory.canonical import (
-    CanonicalGroup,
-    CanonicalKVCaches,
-    LayerReference,
-    TensorList,
-    byte_pages,
-)
+from sgl_kvpool.memory import canonical
+from sgl_kvpool.memory.canonical import CanonicalKVCaches, LayerReference, TensorList, byte_pages
 from sgl_kvpool.memory.runs import PageRuns
 
 PAGES, TOKENS = 10, 16
 
 
 def group_of(name, layers, pages=PAGES):
-    return CanonicalGroup(name=name, layers=tuple(layers), num_pages=pages, page_size_tokens=TOKENS)
+    return canonical.CanonicalGroup(name=name, layers=tuple(layers), num_pages=pages, page_size_tokens=TOKENS)
 
 
 def whole(tensors, layer_id, tensor, part="kv", size_bytes=None):

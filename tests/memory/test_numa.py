@@ -42,8 +42,7 @@ needs_numa = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes"),
-    [("0\n", [0]), ("0-3\n", [0, 1, 2, 3]), ("0,2-3,130\n", [0, 2, 3, 130]), ("\n", [])],
+    ("text", "nodes"), [("0\n", [0]), ("0-3\n", [0, 1, 2, 3]), ("0,2-3,130\n", [0, 2, 3, 130]), ("\n", [])]
 )
 def test_nodes_with_memory(tmp_path, text, nodes):
     (tmp_path / "has_memory").write_text(text)
