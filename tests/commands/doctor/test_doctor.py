@@ -7,15 +7,15 @@ import pwd
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import foreign_version
 import psutil
 import pytest
 import torch
-from live_processes import alive
+from live_processes import alive, ran
 from ml_dtypes import _ml_dtypes_ext
 
 from sgl_kvpool.cli import main
@@ -32,19 +32,10 @@ PROBES = [
 ]
 
 
-def run(*arguments, pythonpath=None, **environment):
+def run(*arguments, **environment):
     """The command in a process of its own."""
     env = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "SGLANG_PLUGINS"}
-    env.update(environment)
-    if pythonpath:
-        env["PYTHONPATH"] = str(pythonpath)
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_kvpool", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=env,
-    )
+    return ran(sys.executable, "-m", "sgl_kvpool", "doctor", *arguments, env={**env, **environment})
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +120,10 @@ def broken(tmp_path_factory):
     """The report where torch kills the process that imports it and SGLang is another version."""
     folder = tmp_path_factory.mktemp("broken")
     (folder / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    info = folder / "sglang-0.6.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
-    return run(
-        "--json",
-        pythonpath=folder,
-        SGLANG_PLUGINS="other, another",
-        KVPOOL_KV_CACHE_LAYOUT="int2",
-        KVPOOL_KV_CACHE_ARRANGEMENT="head_major",
-        KVPOOL_CHECK_FINITE="perhaps",
-    )
+    foreign_version.write(folder)
+    given = {"KVPOOL_KV_CACHE_LAYOUT": "int2", "KVPOOL_KV_CACHE_ARRANGEMENT": "head_major"}
+    given |= {"KVPOOL_CHECK_FINITE": "perhaps", "SGLANG_PLUGINS": "other, another"}
+    return run("--json", PYTHONPATH=str(folder), **given)
 
 
 def test_a_broken_installation_still_gets_a_report(broken):
@@ -259,9 +243,8 @@ def test_drivers(monkeypatch, tmp_path, state, visible, problem, note):
 
 @pytest.fixture
 def caches(monkeypatch, tmp_path):
-    for name in ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
-                 "FLASHINFER_WORKSPACE_BASE"):  # fmt: skip
-        monkeypatch.setenv(name, str(tmp_path / name))
+    for cache in CACHES.values():
+        monkeypatch.setenv(cache.variable, str(tmp_path / cache.variable))
 
 
 def test_damaged_libraries_are_named(monkeypatch, tmp_path, caches):
@@ -318,8 +301,8 @@ def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path, caches, place):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "closed").mkdir(0)
-    for name in CACHES.values():
-        monkeypatch.setenv(name.variable, f"{tmp_path}/{place}")
+    for cache in CACHES.values():
+        monkeypatch.setenv(cache.variable, f"{tmp_path}/{place}")
     user = os.getresuid()
     if place == "closed/x" and user[0] == 0:  # root may look into it
         os.setresuid(65534, 65534, 0)

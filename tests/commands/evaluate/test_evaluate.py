@@ -15,16 +15,8 @@ import pytest
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands import evaluate
-from sgl_kvpool.commands.evaluate import report
-from sgl_kvpool.commands.evaluate.measure import (
-    Scores,
-    accepted_drafts,
-    compare_scores,
-    divergence,
-    find_passkeys,
-    passkey_prompt,
-    score,
-)
+from sgl_kvpool.commands.evaluate import measure, report
+from sgl_kvpool.commands.evaluate.measure import Scores, accepted_drafts, compare_scores, divergence, score
 from sgl_kvpool.demo.model import model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -57,14 +49,14 @@ def test_divergence_over_all_tokens_is_exact_and_over_few_a_lower_bound(seed):
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_hidden_number(depth):
-    text, key = passkey_prompt(16_000, depth, seed=3)
+    text, key = measure.passkey_prompt(16_000, depth, seed=3)
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if key in line)
     assert abs(at - depth * len(lines)) < 3
     assert 0.97 < len(text) / 16_000 < 1.05
     assert text.count(key) == 2
     assert text.endswith("The pass key is")
-    assert passkey_prompt(16_000, depth, seed=3) == (text, key)
+    assert measure.passkey_prompt(16_000, depth, seed=3) == (text, key)
 
 
 def test_the_first_number_of_an_answer_counts():
@@ -73,7 +65,7 @@ def test_the_first_number_of_an_answer_counts():
     def generate(text, sampling_params):
         return {"text": next(forms).format(re.search(r"\d+", text).group())}
 
-    found = find_passkeys(SimpleNamespace(generate=generate), 16_000, [0.0, 0.3, 0.6, 1.0])
+    found = measure.find_passkeys(SimpleNamespace(generate=generate), 16_000, [0.0, 0.3, 0.6, 1.0])
     assert found == [True, False, False, False]
 
 
@@ -267,8 +259,7 @@ def served(tmp_path_factory):
     subject = subject_of(*words[2:])
     result = report.Result("fp4", 416, None, 64, "kvpool_mla", 1.0, 2.0, 3.5)
     lengths = {"prefix_tokens": 0, "hidden_characters": 0, "held_out_tokens_scored": 6}
-    facts = {"evaluated": subject.facts, **lengths}
-    report.write_json(folder / "evaluate.json", [result], facts)
+    report.write_json(folder / "evaluate.json", [result], {"evaluated": subject.facts, **lengths})
     scores = Scores([[-1.0] * 3] * 2, [[5] * 3] * 2, [[[(5, -1.0)]] * 3] * 2)
     return words, json.loads((folder / "evaluate.json").read_text()), dataclasses.asdict(scores)
 

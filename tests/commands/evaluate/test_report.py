@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 from one_result import BF16
 
-from sgl_kvpool.commands.evaluate import report
-from sgl_kvpool.commands.evaluate.measure import (
-    Difference,
-    Greedy,
-    HostHit,
-    Scores,
-    compare_hits,
-    compare_scores,
-)
+from sgl_kvpool.commands.evaluate import measure, report
+from sgl_kvpool.commands.evaluate.measure import Difference, HostHit, Scores, compare_hits, compare_scores
 
 
 def scores(rng, shift=0.0):
@@ -71,15 +64,9 @@ def test_hits_that_are_compared():
 
 @pytest.fixture
 def results():
-    fp4 = dataclasses.replace(
-        BF16,
-        layout="fp4",
-        row_bytes=416,
-        tokens=45371,
-        perplexity=3.012,
-        difference=Difference(0.004, 0.0012, 0.98765, 0.0123, 0.00045),
-        hidden=[True, False],
-    )
+    fp4 = dataclasses.replace(BF16, layout="fp4", row_bytes=416, tokens=45371, perplexity=3.012)
+    difference = Difference(0.004, 0.0012, 0.98765, 0.0123, 0.00045)
+    fp4 = dataclasses.replace(fp4, difference=difference, hidden=[True, False])
     return [dataclasses.replace(BF16, hidden=[True, True]), fp4]
 
 
@@ -108,15 +95,8 @@ def test_table(results):
     assert "bf16 was not among --layouts" in report.table([alone], "byte")
 
 
-FACTS = {
-    "machine": "x86_64",
-    "cpu": "a processor",
-    "cores": 2,
-    "versions": {"sglang": "0.5.23"},
-    "held_out_tokens_scored": 1024,
-    "token": "byte",
-    "date": "2026-11-24",
-}
+FACTS = {"machine": "x86_64", "cpu": "a processor", "cores": 2, "versions": {"sglang": "0.5.23"}}
+FACTS |= {"held_out_tokens_scored": 1024, "token": "byte", "date": "2026-11-24"}
 
 
 def test_results_are_read_and_drawn_again(tmp_path, results):
@@ -125,7 +105,7 @@ def test_results_are_read_and_drawn_again(tmp_path, results):
     fields = json.loads((tmp_path / "demo.json").read_text())
     assert (fields["schema"], fields["cores"]) == (1, 2)
     first = fields["results"][0]
-    first["greedy"] = [Greedy(**one) for one in first["greedy"]]
+    first["greedy"] = [measure.Greedy(**one) for one in first["greedy"]]
     assert report.Result(**first) == results[0]
     report.write_plot(tmp_path / "again.png", report.read_results(fields), "a model", FACTS)
     report.write_plot(tmp_path / "demo.png", results, "a model", FACTS)

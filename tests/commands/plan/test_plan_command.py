@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from codec_oracle import ROW_BYTES
-from live_processes import alive
+from live_processes import ended
 
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands import plan as command
@@ -195,11 +195,8 @@ def test_a_context_longer_than_the_models_is_refused():
 
 
 def test_the_command_is_what_was_planned():
-    made = plan(
-        (Candidate("bf16", "fp4"), answer(host=HOST, added=["--dsa-decode-backend=x"])),
-        host_gb=810.0,
-        others=["--chat-template", "a b"],
-    )
+    server = Candidate("bf16", "fp4"), answer(host=HOST, added=["--dsa-decode-backend=x"])
+    made = plan(server, host_gb=810.0, others=["--chat-template", "a b"])
     words = shlex.split(made.servers[0].command)
     assert words[:4] == ["sglang", "serve", "--model-path", "M/N"]
     pairs = dict(itertools.pairwise(words))
@@ -239,19 +236,12 @@ def test_a_published_command_is_taken_as_it_is(program, monkeypatch, capsys):
         return [answer() for _ in servers]
 
     monkeypatch.setattr(command, "ask", ask)
-    published = [
-        "--model-path",
-        "deepseek-ai/DeepSeek-V3.2",
-        "--tp=16",
-        "--nnodes",
-        "2",
-        "--hicache-ratio",
-        "2",
-    ]
-    argv = ["plan", "--model", V32, "--gpu-gb", "80", "--pp-size", "2", "--max-total-tokens", "100"]
-    assert main([*argv, "--", *program, *published]) == 0
+    published = ["--model-path", "deepseek-ai/DeepSeek-V3.2", "--tp=16"]
+    ours, theirs = ["--pp-size", "2", "--max-total-tokens", "100"], ["--nnodes", "2", "--hicache-ratio", "2"]
+    argv = ["plan", "--model", V32, "--gpu-gb", "80", *ours]
+    assert main([*argv, "--", *program, *published, *theirs]) == 0
     gpus, stock, bf16, *_ = asked
-    passed_on = ["--pp-size", "2", "--max-total-tokens", "100", "--nnodes", "2", "--hicache-ratio", "2"]
+    passed_on = [*ours, *theirs]
     assert gpus == 16
     assert stock == ["--tp-size", "16", *passed_on]
     assert bf16 == ["--tp-size", "16", "--kv-cache-layout", "bf16", *passed_on]
@@ -275,11 +265,8 @@ def test_ways_in_which_ranks_share_rows(monkeypatch, capsys):
     ]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for way, tokens in (("TP", "100000"), ("DP attention", "800000"), ("DCP", "800000")):
-        (line,) = [
-            line
-            for line in lines
-            if line[: 1 + len(way.split())] == ["fp4,", *way.split()][:3] and tokens in line
-        ]
+        of_way = [line for line in lines if line[: 1 + len(way.split())] == ["fp4,", *way.split()][:3]]
+        (line,) = [line for line in of_way if tokens in line]
         assert "25376" in line
 
 
@@ -297,9 +284,8 @@ def test_nothing_is_left_running(number, tmp_path):
     """The process that asks SGLang forks for each server; the signal goes to the command alone."""
     (tmp_path / "sglang.py").write_text("raise SystemExit('imported from the current folder')\n")
     program = Path(sys.executable).parent / "sgl-kvpool"
-    argv = [program, "plan", "--model", V32, "--gpu-gb", "80"]
     with subprocess.Popen(
-        argv,
+        [program, "plan", "--model", V32, "--gpu-gb", "80"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -311,19 +297,13 @@ def test_nothing_is_left_running(number, tmp_path):
         deadline = time.monotonic() + 300
         while len(started) < 2 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-            started = [
-                each.pid
-                for each in psutil.Process(process.pid).children(recursive=True)
-                if _asks_sglang(each)
-            ]
+            family = psutil.Process(process.pid).children(recursive=True)
+            started = [each.pid for each in family if _asks_sglang(each)]
         assert len(started) == 2, "no fork was seen"
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
         assert "Traceback" not in process.stderr.read()
-    deadline = time.monotonic() + 3  # a plan takes half a minute
-    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
+    assert all(ended(pid, 3) for pid in started)  # a plan takes half a minute
 
 
 def _asks_sglang(process):
@@ -342,10 +322,8 @@ def test_too_little_for_a_host_tier():
 
 def test_ranks_that_share_a_tier_hold_more_tokens():
     """The same --hicache-size, and eight times the tokens: each rank has an eighth of the one copy."""
-    made = [
-        plan((Candidate("fp4"), answer(host={**HOST, "sharing_ranks": n})), host_gb=1000.0) for n in (1, 8)
-    ]
-    (alone,), (shared,) = (each.servers for each in made)
+    servers = [(Candidate("fp4"), answer(host={**HOST, "sharing_ranks": n})) for n in (1, 8)]
+    (alone,), (shared,) = (plan(one, host_gb=1000.0).servers for one in servers)
     assert alone.hicache_size_gb == shared.hicache_size_gb == 125
     assert shared.host_tokens == (8 * 125 * 10**9 // 25376 // 64 + 1) * 64
     assert alone.host_tokens == (125 * 10**9 // 25376 // 64 + 1) * 64

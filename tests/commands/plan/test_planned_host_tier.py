@@ -55,13 +55,8 @@ def test_rows_and_states_share(layout, size_gb):
     row_gb, state_gb = TierBytes.of(pool, states).split(size_gb)
     rows = tier_of(pool.row_pool, row_gb, 64)
     slots = HierarchicalStatePoolHost(states, 2.0, state_gb, "page_first")
-    held = HostBytes(
-        token_bytes=rows.size_per_token,
-        index_bytes=0,
-        device_tokens=pool.row_pool.size,
-        slot_bytes=slots.size_per_token,
-        device_slots=states.size,
-    )
+    of_rows = {"token_bytes": rows.size_per_token, "index_bytes": 0, "device_tokens": pool.row_pool.size}
+    held = HostBytes(**of_rows, slot_bytes=slots.size_per_token, device_slots=states.size)
     found = host_tokens(held, size_gb, 64)
     assert (found.tokens, found.slots) == (rows.size, slots.size)
 

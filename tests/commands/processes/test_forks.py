@@ -29,9 +29,8 @@ def run(forks, tmp_path):
     def start(*words, errors=None, environment=None, **options):
         output = tmp_path / "output"
         output.write_text("")
-        process = forks.start(
-            [sys.executable, *words], environment or {**os.environ}, output, errors, **options
-        )
+        command = [sys.executable, *words]
+        process = forks.start(command, environment or {**os.environ}, output, errors, **options)
         return process.wait(60), output.read_text()
 
     return start
@@ -50,10 +49,8 @@ def test_exit_status(run, code, status):
 def test_environment_folder_arguments_and_output(run, tmp_path):
     (tmp_path / "named.py").write_text("import sys, os\nprint(sys.argv, os.getcwd(), file=sys.stderr)\n")
     environment = {"PATH": "", "PYTHONPATH": str(tmp_path)}
-    assert run("-c", "import os; print(sorted(os.environ))", environment=environment) == (
-        0,
-        "['PATH', 'PYTHONPATH']\n",
-    )
+    found = run("-c", "import os; print(sorted(os.environ))", environment=environment)
+    assert found == (0, "['PATH', 'PYTHONPATH']\n")
     errors = tmp_path / "errors"
     for words in (("-m", "named", "1"), (str(tmp_path / "named.py"), "1")):
         errors.write_text("")
@@ -175,10 +172,9 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
     )
     for children_fork in (True, False):
         output = tmp_path / "output"
+        options = {"folder": tmp_path, "children_fork": children_fork}
         with Forks([MODULE]) as forks:
-            process = forks.start(
-                [sys.executable, "-c", code], os.environ, output, folder=tmp_path, children_fork=children_fork
-            )
+            process = forks.start([sys.executable, "-c", code], os.environ, output, **options)
             assert process.wait(60) == 0, output.read_text()
         assert "False " in output.read_text()
         assert str(tmp_path) not in output.read_text()
