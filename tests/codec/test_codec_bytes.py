@@ -1,20 +1,9 @@
 """Stored bytes and decoded values against the independent oracle."""
 
+import codec_oracle as oracle
 import pytest
 import torch
-from codec_oracle import (
-    LAYOUTS,
-    STORED,
-    assert_same_bits,
-    assert_same_bytes,
-    assert_same_values,
-    cast,
-    decode,
-    encode,
-    every_bf16,
-    hard_rows,
-    row_format,
-)
+from codec_oracle import LAYOUTS, assert_same_bytes, assert_same_values, cast, decode, encode, row_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,8 +16,8 @@ GEOMETRIES = [(512, 64, 16), (512, 0, 16), (384, 64, 16), (128, 0, 16), (256, 0,
 
 def both(name, rank, rope, align, tokens, seed=0, k_scale=1.0):
     fmt = row_format(name, rank, rope, align)
-    nope = hard_rows(tokens, rank, seed)
-    keys = hard_rows(tokens, rope, seed + 1) if rope else None
+    nope = oracle.hard_rows(tokens, rank, seed)
+    keys = oracle.hard_rows(tokens, rope, seed + 1) if rope else None
     return fmt, nope, keys, encode(nope, keys, name, rank, rope, fmt.row_bytes, k_scale)
 
 
@@ -65,8 +54,8 @@ def test_every_bf16_pattern(name):
     """All patterns side by side, and each alone in a block (where it decides the scale)."""
     fmt = row_format(name, 512, 0)
     alone = torch.zeros(65536, 16, dtype=torch.bfloat16)
-    alone[torch.arange(65536), torch.arange(65536) % 16] = every_bf16().view(-1)
-    for nope in (every_bf16(), alone.view(-1, 512)):
+    alone[torch.arange(65536), torch.arange(65536) % 16] = oracle.every_bf16().view(-1)
+    for nope in (oracle.every_bf16(), alone.view(-1, 512)):
         rows = encode_rows(nope, None, fmt)
         expected = encode(nope, None, name, 512, 0, fmt.row_bytes)
         assert_same_bytes(rows, expected)
@@ -94,15 +83,15 @@ def test_any_bits_encode_as_the_oracle_says(name, bits):
 
 
 def test_bf16_segments_keep_nan_payloads():
-    bits = every_bf16()
+    bits = oracle.every_bf16()
     fmt = row_format("bf16", 512, 0)
     rows = encode_rows(bits, None, fmt)
     assert_same_bytes(rows, bits.view(torch.uint8))
-    assert_same_bits(decode_rows(rows, fmt), bits)
-    for name in (name for name in LAYOUTS if STORED[name][1] == "bf16"):
+    oracle.assert_same_bits(decode_rows(rows, fmt), bits)
+    for name in (name for name in LAYOUTS if oracle.STORED[name][1] == "bf16"):
         fmt = row_format(name, 128, 64)
         keys = bits.view(1024, 64)
         rows = encode_rows(torch.zeros(1024, 128), keys, fmt)
         stored = rows[:, fmt.rope.offset_bytes : fmt.rope.end_bytes]
         assert_same_bytes(stored, keys.view(torch.uint8))
-        assert_same_bits(decode_rows(rows, fmt)[:, 128:], keys)
+        oracle.assert_same_bits(decode_rows(rows, fmt)[:, 128:], keys)

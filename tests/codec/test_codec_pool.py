@@ -1,18 +1,10 @@
 """Slots, strides and what must stay untouched."""
 
+import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from codec_oracle import (
-    LAYOUTS,
-    assert_same_bytes,
-    assert_same_values,
-    cast,
-    decode,
-    encode,
-    hard_rows,
-    row_format,
-)
+from codec_oracle import assert_same_bytes, assert_same_values, cast, decode, encode, hard_rows, row_format
 
 from sgl_kvpool.codec import decode_rows, encode_rows, fake_quant, gather_parts, gather_rows, store_rows
 
@@ -42,7 +34,7 @@ def filled_pool(rows, row_bytes, kind):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["dense", "layer", "odd"])
 @pytest.mark.parametrize(("rank", "rope", "align"), [(384, 64, 16), (128, 0, 16), (256, 0, 1)])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_store_and_gather(name, rank, rope, align, kind, index):
     fmt = row_format(name, rank, rope, align)
     tokens = len(SLOTS)
@@ -83,7 +75,7 @@ def test_store_and_gather(name, rank, rope, align, kind, index):
     assert torch.equal(base, before)  # reading writes nothing
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_many_rows_go_in_chunks_without_seams(name):
     fmt = row_format(name, 128, 64)
     tokens = 1543  # three chunks of the reference, and 7 tokens of a fourth
@@ -101,7 +93,7 @@ def test_many_rows_go_in_chunks_without_seams(name):
     assert bool((pool[untouched] == FILL).all())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", oracle.LAYOUTS)
 def test_nothing_to_do(name):
     fmt = row_format(name, 128, 64)
     nope, keys = torch.zeros(0, 128), torch.zeros(0, 64)

@@ -1,21 +1,10 @@
 """Statements about the encodings that hold for all values, beyond agreement with the oracle."""
 
+import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from codec_oracle import (
-    LAYOUTS,
-    STORED,
-    UE5M3,
-    assert_same_bytes,
-    assert_same_values,
-    encode,
-    every_bf16,
-    fp4_scale_bytes,
-    hard_rows,
-    order_decides,
-    row_format,
-)
+from codec_oracle import LAYOUTS, assert_same_bytes, every_bf16, hard_rows, order_decides, row_format
 
 from sgl_kvpool import env
 from sgl_kvpool.codec import decode_rows, encode_rows, fake_quant, scalars, store_rows
@@ -53,8 +42,8 @@ def test_every_block_of_two_levels_is_kept():
     """Each pair of a scale and a largest magnitude that an encoder stores, with every smaller magnitude."""
     largest = every_bf16().flatten()[1:0x7F80].float().numpy()
     fmt = row_format("fp4", 512, 0)
-    for scale_byte in fp4_scale_bytes(largest):
-        scale = torch.from_numpy(UE5M3[scale_byte]).float()
+    for scale_byte in oracle.fp4_scale_bytes(largest):
+        scale = torch.from_numpy(oracle.UE5M3[scale_byte]).float()
         top = scalars.round_to_e2m1(torch.from_numpy(largest) / scale)
         pairs = torch.stack([top, scale], -1).unique(dim=0)
         block = torch.minimum(E2M1.repeat(2), pairs[:, :1]) * pairs[:, 1:]  # [pairs, 16]
@@ -68,14 +57,11 @@ def test_check_finite_raises_for_encoded_segments_only(name, monkeypatch):
     fmt = row_format(name, 128, 64)
     good = torch.ones(3, 192)
     encode_rows(good[:, :128], good[:, 128:], fmt)
-    for column, part, encoded in (
-        (7, "k_nope", STORED[name][0] != "bf16"),
-        (130, "k_rope", STORED[name][1] != "bf16"),
-    ):
+    for column, part, numbers in zip((7, 130), ("k_nope", "k_rope"), oracle.STORED[name], strict=True):
         bad = good.clone()
         bad[1, column] = float("nan")
         pool = torch.zeros(4, fmt.row_bytes, dtype=torch.uint8)
-        if not encoded:
+        if numbers == "bf16":
             encode_rows(bad[:, :128], bad[:, 128:], fmt)
             continue
         with pytest.raises(ValueError, match=rf"{part}\[1, {column % 128}\] is nan.*{env.CHECK_FINITE}"):
@@ -98,7 +84,7 @@ def test_other_inputs_are_rounded_to_bf16_first(name, dtype):
 
 def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
-    expected = encode(order_decides(), None, "fp4", 128, 0, fmt.row_bytes)
+    expected = oracle.encode(order_decides(), None, "fp4", 128, 0, fmt.row_bytes)
     assert_same_bytes(encode_rows(order_decides(), None, fmt), expected)
 
 
@@ -119,18 +105,15 @@ def test_rows_that_overlap_are_not_written():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fake_quant_is_what_is_read_back(name, rope):
     """By values that overflow, underflow and decide between scales, in the dtypes of a trainer."""
-    nope, keys, fmt = (
-        hard_rows(9, 256, 3),
-        hard_rows(9, rope, 4) if rope else None,
-        row_format(name, 256, rope),
-    )
+    nope, keys = hard_rows(9, 256, 3), hard_rows(9, rope, 4) if rope else None
+    fmt = row_format(name, 256, rope)
     rows = encode_rows(nope, keys, fmt, k_scale=0.25)
     for dtype in (torch.bfloat16, torch.float32):
         found = fake_quant(nope.to(dtype), keys.to(dtype) if rope else None, name, 0.25)
         parts = decode_rows(rows, fmt, dtype, k_scale=0.25).split([256, rope], 1)
         assert (found[1] is None) == (not rope)
         for part, stored in zip(found[: 1 + bool(rope)], parts, strict=False):
-            assert_same_values(part, stored)
+            oracle.assert_same_values(part, stored)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -2,13 +2,13 @@
 
 import logging
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from codec_oracle import LAYOUTS, assert_same_bytes, hard_rows, row_format
+from live_processes import ran
 
 from sgl_kvpool.codec import compiled, encode_rows, prepare, reference
 
@@ -118,9 +118,7 @@ def test_where_nothing_can_be_compiled_torch_encodes(tmp_path):
     )
     environment = {**os.environ, "PATH": str(tmp_path), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("CXX", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = ran(sys.executable, "-c", program, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     values = torch.arange(384).view(3, 128).bfloat16()
     expected = by_reference(values, None, row_format("fp4", 128, 0))
