@@ -59,11 +59,8 @@ def compile_decode(
         for name, kind in signature.items()
         if (kind.startswith("*") and name not in UNALIGNED) or (name.endswith("stride") and kind == "i32")
     }
-    return compile(
-        source(fn, signature, constants, attrs),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compile(source(fn, signature, constants, attrs), target=target, options=options)
 
 
 def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
@@ -82,11 +79,8 @@ def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
     signature = dict.fromkeys(fn.arg_names, "i32") | {"out_ptr": out, "kv_lens_ptr": "*i64"}
     signature |= dict.fromkeys(["partial_ptr", "partial_lse_ptr", "lse_ptr"], "*fp32")
     signature |= {"list_index_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
-    return compile(
-        ASTSource(fn, signature, constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": MERGE_WARPS},
-    )
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": MERGE_WARPS}
+    return compile(ASTSource(fn, signature, constants), target=target, options=options)
 
 
 def run_tool(name, *arguments, cwd=None):
@@ -94,8 +88,7 @@ def run_tool(name, *arguments, cwd=None):
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
-    command = [tool, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd).stdout
+    return subprocess.check_output([tool, *arguments], text=True, cwd=cwd)
 
 
 def machine_code(compiled, *options):
@@ -103,9 +96,8 @@ def machine_code(compiled, *options):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        return run_tool("nvdisasm", "-c", *options, cubin.name), run_tool(
-            "cuobjdump", "-res-usage", cubin.name
-        )
+        usage = run_tool("cuobjdump", "-res-usage", cubin.name)
+        return run_tool("nvdisasm", "-c", *options, cubin.name), usage
 
 
 def facts(compiled, sass, usage):
@@ -131,7 +123,6 @@ def main():
     assert os.environ.get("TRITON_INTERPRET", "0") == "0"
     found = []
     for job in json.loads(sys.argv[1]):
-        job = dict(job)
         merge = job.pop("merge", False)
         compiled = compile_merge(**job) if merge else compile_decode(**job)
         sass, usage = machine_code(compiled, "-hex")

@@ -42,11 +42,7 @@ class Case:
     def arguments(self):
         """Positional and keyword arguments of `mla_decode`."""
         positional = (self.q, self.pool, self.kv_indices, self.kv_lens, self.fmt, self.scale, self.k_scale)
-        keywords = {
-            "list_index": self.list_index,
-            "queries_per_list": self.queries_per_list,
-            "page": self.page,
-        }
+        keywords = {name: getattr(self, name) for name in ("list_index", "queries_per_list", "page")}
         return positional, {**keywords, **self.options}
 
     def of_rank(self, rank, ranks):

@@ -45,9 +45,8 @@ def test_every_version(version, layout, dtype):
     """Rows of NaN outside of the lists; five heads are a register tile and one more."""
     assert cpu.module(required=True) is not None
     for k_scale, rope in ((1.0, 64), (0.5, 0)):
-        case = make_case(
-            layout, rank=384, rope=rope, heads=5, counts=((70, 71), (131, 0)), dtype=dtype, k_scale=k_scale
-        )
+        shape = {"rank": 384, "rope": rope, "heads": 5, "counts": ((70, 71), (131, 0))}
+        case = make_case(layout, **shape, dtype=dtype, k_scale=k_scale)
         check(attended(case), case, rounding=0)
 
 
@@ -56,9 +55,8 @@ def test_every_version(version, layout, dtype):
 @given(data=st.data())
 def test_any_shape(data, threads):
     queries = data.draw(st.integers(1, 3), label="queries")
-    counts = data.draw(
-        st.lists(st.tuples(*[st.integers(-1, 150)] * queries), min_size=1, max_size=4), label="counts"
-    )
+    group = st.tuples(*[st.integers(-1, 150)] * queries)
+    counts = data.draw(st.lists(group, min_size=1, max_size=4), label="counts")
     case = make_case(
         data.draw(st.sampled_from(oracle.LAYOUTS), label="layout"),
         rank=data.draw(st.sampled_from([128, 256, 640]), label="rank"),
@@ -122,9 +120,8 @@ def test_sanitizers(sanitizer, tmp_path):
     flags = [flag for flag in cpu_flags(cpu.capability(), exact=False) if flag != "-O3"]
     sources = Path(cpu.__file__).parent / "csrc"
     program = tmp_path / "driver"
-    subprocess.run(
-        [*command, *flags, "-O1", "-g", f"-I{sources}", HERE / "attend_driver.cpp", "-o", program], check=True
-    )
+    command += [*flags, "-O1", "-g", f"-I{sources}", HERE / "attend_driver.cpp"]
+    subprocess.run([*command, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "same results\n"), done.stderr[-3000:]
 

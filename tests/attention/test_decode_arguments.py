@@ -11,14 +11,9 @@ from decode_cases import make_case
 
 from sgl_kvpool import MLAKVCacheLayout, env
 from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention import decode_config as chosen
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, partial_results, workspace_bytes
-from sgl_kvpool.attention.decode_config import (
-    MAX_SPLITS,
-    decode_config,
-    decode_kernel_of,
-    partial_elements,
-    table,
-)
+from sgl_kvpool.attention.decode_config import MAX_SPLITS, decode_config, decode_kernel_of, partial_elements
 from sgl_kvpool.refusal import Refusal
 
 FP4 = MLAKVCacheLayout.FP4.row_format(512, 64)
@@ -28,14 +23,8 @@ FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(512, 64)
 def call(**changes):
     """mla_decode of two queries and lists, with some arguments changed."""
     case = make_case("fp4", rank=128, counts=((9,), (4,)), width=12, heads=3)
-    arguments = {
-        "q": case.q,
-        "row_buffer": case.pool,
-        "kv_indices": case.kv_indices,
-        "kv_lens": case.kv_lens,
-        "fmt": case.fmt,
-        "scale": case.scale,
-    }
+    arguments = {"q": case.q, "row_buffer": case.pool, "fmt": case.fmt, "scale": case.scale}
+    arguments |= {"kv_indices": case.kv_indices, "kv_lens": case.kv_lens}
     arguments |= {name: change(case) if callable(change) else change for name, change in changes.items()}
     return mla_decode(**arguments)
 
@@ -120,7 +109,7 @@ def test_importing_the_package_costs_neither_torch_nor_triton():
 
 @pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
 def test_every_shape_has_a_configuration(layout):
-    tiles = set(table("triton", "gluon"))
+    tiles = set(chosen.table("triton", "gluon"))
     fmt = layout.row_format(512, 64)
     for heads in (1, 3, 8, 16, 17, 32, 64, 128):
         for queries in (1, 2, 4):
@@ -196,8 +185,6 @@ def test_the_gluon_kernel_is_for_hopper_alone(monkeypatch):
 
 @pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
 def test_which_values_are_rounded(monkeypatch, layout):
-    from sgl_kvpool.attention import decode_config as chosen
-
     as_if(monkeypatch, interpreted=False)
     monkeypatch.setattr(chosen, "decode_kernel_of", decode_kernel_of.__wrapped__)
     fmt = layout.row_format(512, 64)
@@ -213,18 +200,8 @@ def test_an_unknown_kernel_is_found_at_start(monkeypatch):
 
 def test_the_device_is_kept_busy():
     """By hand, for 132 multiprocessors of two programs: programs of all splits run in rounds of 264."""
-    for lists, splits in (
-        (1, 256),
-        (2, 132),
-        (4, 66),
-        (16, 16),
-        (64, 4),
-        (80, 3),
-        (100, 5),
-        (128, 2),
-        (200, 1),
-        (300, 1),
-    ):
+    expected = {1: 256, 2: 132, 4: 66, 16: 16, 64: 4, 80: 3, 100: 5, 128: 2, 200: 1, 300: 1}
+    for lists, splits in expected.items():
         assert decode_config(FP4, 16, 1, lists, 100_000).splits == splits, lists
     assert decode_config(FP4, 16, 1, 1, 100_000, sm_count=16).splits == 32
     assert decode_config(FP4, 16, 1, 1, 500).splits == 4  # 8 blocks of 64 rows, 2 at least each

@@ -7,15 +7,16 @@ Their instructions are counted and compared by tests/scripts/test_attention_fact
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
+from live_processes import ran
 from ptxrun_builds import cache_folder
 
+from scripts import ROOT
 from sgl_kvpool.attention.decode_config import table
 
 # Compiles the kernels of every tile for sm_90a: 15 minutes beside servers of other tests.
@@ -53,9 +54,6 @@ OLDER = "3.6.0"
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 #: Largest shared memory of a program on sm_90.
 SHARED_BYTES = 227 * 1024
-#: What the compiler may spill per thread; `test_attention_facts.py` has the limits of each tile.
-SPILLED_BYTES = 192
-SPILLED_BYTES_OF_WIDE = 352
 
 
 def is_wide(job):
@@ -63,18 +61,17 @@ def is_wide(job):
 
 
 def may_spill(job):
-    return SPILLED_BYTES_OF_WIDE if is_wide(job) else SPILLED_BYTES
+    """Bytes that the compiler may spill per thread; `test_attention_facts.py` has the limits of each tile."""
+    return 352 if is_wide(job) else 192
 
 
 def compile_jobs(jobs, *first):
     """Facts by job, from one process without the interpreter, which imports modules from `first` first."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment["PYTHONPATH"] = os.pathsep.join([*first, root, environment.get("PYTHONPATH", "")])
-    program = os.path.join(os.path.dirname(__file__), "compile_decode.py")
-    command = [sys.executable, program, json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), environment.get("PYTHONPATH", "")])
+    program = ROOT / "tests" / "attention" / "compile_decode.py"
+    done = ran(sys.executable, program, json.dumps(jobs), env=environment, timeout=None)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(map(str, jobs), json.loads(done.stdout), strict=True))
 
@@ -95,9 +92,7 @@ def compiled_by_older_triton():
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
-        done = subprocess.run(
-            [*command, "--target", partial, f"triton=={OLDER}"], capture_output=True, text=True
-        )
+        done = ran(*command, "--target", partial, f"triton=={OLDER}")
         if done.returncode:
             pytest.skip(f"triton {OLDER} cannot be downloaded: {done.stderr.strip()[-200:]}")
         partial.rename(folder)

@@ -47,9 +47,7 @@ def batch(lengths, queries, slots, seed=0):
     free = np.random.default_rng(seed).permutation(np.arange(1, slots))
     starts, tokens = np.cumsum([0, *lengths]), np.cumsum([0, *queries])
     lists = torch.from_numpy(np.stack([starts[:-1], tokens[:-1], queries], axis=1))
-    limits = [
-        stored - count + 1 + i for stored, count in zip(lengths, queries, strict=True) for i in range(count)
-    ]
+    limits = [n - count + 1 + i for n, count in zip(lengths, queries, strict=True) for i in range(count)]
     rows = torch.from_numpy(free[: starts[-1]])
     return lists, torch.tensor(limits).clamp(min=0), rows, torch.from_numpy(free[starts[-1] :])
 
@@ -84,9 +82,8 @@ def test_the_bits_of_a_token_depend_on_its_own_rows_alone(threads, monkeypatch):
 
     def bits(count, threads, invariant):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        out, lse = attended(
-            q[:count], pool, ids, lists[:count], limits[:count], fmt, batch_invariant=invariant
-        )
+        some = lists[:count], limits[:count]
+        out, lse = attended(q[:count], pool, ids, *some, fmt, batch_invariant=invariant)
         return torch.cat([out[0].flatten(), lse[0]]).view(torch.int32)
 
     assert torch.equal(bits(1, threads, True), bits(3, 1, True))

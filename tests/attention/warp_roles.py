@@ -34,7 +34,6 @@ def _highest(text):
         return -1
     if products := re.search(r"HGMMA\.64x(\d+)x", text):  # accumulators, and four registers of A
         return max(numbers[0] + int(products[1]) // 2 - 1, *(number + 3 for number in numbers[1:-1]), 0)
-    wide = (
-        3 if re.search(r"\.128\b|\.M88\.4", text) else int(bool(re.search(r"\.64\b|\.WIDE|\.M88\.2", text)))
-    )
-    return max(numbers) + wide
+    if re.search(r"\.128\b|\.M88\.4", text):
+        return max(numbers) + 3
+    return max(numbers) + bool(re.search(r"\.64\b|\.WIDE|\.M88\.2", text))
