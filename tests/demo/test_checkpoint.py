@@ -5,24 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from byte_model import (
-    SPECIAL_TOKEN,
-    read_config,
-    read_model,
-    write_config,
-    write_tokenizer,
-)
+from byte_model import SPECIAL_TOKEN, read_config, read_model, write_config, write_tokenizer
 from random_checkpoint import write_random_model
 
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLAConfig
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "kv_lora_rank": 128}
+SMALL |= {"qk_nope_head_dim": 16, "v_head_dim": 24}
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,8 @@ def test_tokenizer_and_chat_template(folder):
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_ids_to_tokens(ids)[:6] == ["In", "Ġ", "1", "9", "8", "4"]
     assert ids[-1] == tokenizer.eos_token_id == 2
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
+    asked = [{"role": "user", "content": "Hi"}]
+    chat = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 

@@ -1,12 +1,12 @@
 """Mooncake's programs: the search path of libraries that the system lacks, and where they listen."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from live_processes import ran
 
 from sgl_kvpool.demo.cluster import command, mooncake_store
 from sgl_kvpool.demo.cluster.mooncake_store import library_path
@@ -25,7 +25,7 @@ def test_mooncake_starts_with_the_path(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     master = Path(sys.executable).with_name("mooncake_master")
     environment = {**os.environ, "LD_LIBRARY_PATH": library_path()}
-    done = subprocess.run([master, "--version"], capture_output=True, text=True, env=environment, timeout=60)
+    done = ran(master, "--version", env=environment, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -47,9 +47,8 @@ def test_every_library_is_linked_once(nothing_loads, tmp_path):
     assert {path.resolve().parent for path in Path(links).iterdir()} == {Path(libraries).resolve()}
     assert Path(links).stat().st_mode & 0o777 == 0o700
     Path(links).chmod(0o777)
-    with pytest.raises(
-        ValueError, match=rf"{links}: any account may write into .* or set XDG_CACHE_HOME to one"
-    ):
+    text = rf"{links}: any account may write into .* or set XDG_CACHE_HOME to one"
+    with pytest.raises(ValueError, match=text):
         library_path()
 
 

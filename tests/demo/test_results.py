@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import resource
 import sys
 
 import one_result
@@ -68,13 +69,8 @@ def earlier(folder):
 def test_a_run_takes_an_earlier_ones_place(tmp_path, served, capsys):
     earlier(tmp_path)
     assert compare.compare(BYTES, [FP4], tmp_path) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "answers-fp4.log",
-        "demo.json",
-        "demo.png",
-        "notes.txt",
-        "server-fp4.log",
-    ]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"answers-fp4.log", "demo.json", "demo.png", "notes.txt", "server-fp4.log"}
     assert [r["layout"] for r in json.loads((tmp_path / "demo.json").read_text())["results"]] == ["fp4"]
     assert (tmp_path / "server-fp4.log").read_text() == "new"
     assert (tmp_path / "notes.txt").read_text() == "old"
@@ -119,10 +115,8 @@ def test_a_run_that_does_not_finish_has_the_results_of_earlier_servers(tmp_path,
     earlier(tmp_path)
     served[FP4] = ServerFailed("the server ended with signal 9")
     assert compare.compare(BYTES, [FP8, FP4, BF16], tmp_path) == 1
-    assert {log.name: log.read_text() for log in tmp_path.glob("*.log")} == {
-        "server-fp8.log": "new",
-        "server-fp4.log": "new",
-    }
+    logs = {log.name: log.read_text() for log in tmp_path.glob("*.log")}
+    assert logs == dict.fromkeys(("server-fp8.log", "server-fp4.log"), "new")
     printed = capsys.readouterr().out
     assert "failed: the server ended with signal 9\n" in printed
     assert f"the server's log: {tmp_path / 'server-fp4.log'}\n" in printed
@@ -137,16 +131,20 @@ def test_a_run_without_results_leaves_those_of_an_earlier_one(tmp_path, served, 
     with contextlib.suppress(KeyboardInterrupt):
         assert compare.compare(BYTES, [FP4], tmp_path) == 1
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert found == dict.fromkeys(("demo.json", "demo.png", *LOGS, "notes.txt"), "old") | {
-        "server-fp4.log": "new"
-    }
+    old = dict.fromkeys(("demo.json", "demo.png", *LOGS, "notes.txt"), "old")
+    assert found == {**old, "server-fp4.log": "new"}
 
 
 @pytest.mark.parametrize("size_bytes", [8192, 64])  # the JSON fits and the plot does not; neither does
-def test_results_that_cannot_be_written(tmp_path, served, capsys, files_of_at_most, size_bytes):
+def test_results_that_cannot_be_written(tmp_path, served, capsys, size_bytes):
+    """Longer files give OSError, as on a full disk."""
     earlier(tmp_path)
-    with files_of_at_most(size_bytes):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
         assert compare.compare(BYTES, [FP4], tmp_path) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"failed: {os.strerror(errno.EFBIG)}: the results cannot be written to {tmp_path}"
 
