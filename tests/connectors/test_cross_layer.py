@@ -119,10 +119,8 @@ def test_c1_a_hybrid_of_three_sets():
 @pytest.mark.parametrize("arrangement", ["page_major", "token_major", "head_major"])
 def test_c2_a_hole_is_listed_and_never_read_written_or_counted(arrangement):
     """C2: sets of 3, 3, 3 and 2 layers."""
-    sets = [
-        layers([f"{s}.{i}" for i in range(count)], 48, heads=3, page_size_tokens=4)
-        for s, count in enumerate((3, 3, 3, 2))
-    ]
+    names = [[f"{s}.{i}" for i in range(count)] for s, count in enumerate((3, 3, 3, 2))]
+    sets = [layers(some, 48, heads=3, page_size_tokens=4) for some in names]
     groups = allocate_cross_layer(sets, pages=10, arrangement=arrangement, device="cpu")
     (group,) = groups
     assert group.holes == ((3, 2),)
@@ -186,13 +184,10 @@ def test_c5_states_are_separate_tensors():
     for (layer, kind), state in states.items():
         view = caches.view(group, group.layer(layer, kind).runs)
         assert view.data_ptr() == state.data_ptr()
-        values = view.reshape(2, 32).view(torch.float32)
         expected = torch.zeros(2, 8)
-        if (layer, kind) == (0, "conv"):
-            expected[0] = 42
-        if (layer, kind) == (1, "ssm"):
-            expected[1] = 99
-        assert torch.equal(values, expected)
+        expected[0] = 42 if (layer, kind) == (0, "conv") else 0
+        expected[1] = 99 if (layer, kind) == (1, "ssm") else 0
+        assert torch.equal(view.reshape(2, 32).view(torch.float32), expected)
     assert (pages.tensor == 0).all()
 
 
@@ -237,18 +232,15 @@ def test_invalid_layers_are_refused(extra, message):
     ],
 )
 def test_invalid_sets_and_page_counts_are_refused(sets, pages, message):
+    sets = [layers(s, 8) for s in sets]
     with pytest.raises(ValueError, match=message):
-        allocate_cross_layer(
-            [layers(s, 8) for s in sets], pages=pages, arrangement="page_major", device="cpu"
-        )
+        allocate_cross_layer(sets, pages=pages, arrangement="page_major", device="cpu")
 
 
 def test_views_of_what_was_not_allocated_together():
-    sets = [layers(["a"], 8), layers(["b"], 8)]
+    sets, others = ([layers([name], 8) for name in names] for names in ("ab", "cd"))
     groups = allocate_cross_layer(sets, pages=2, arrangement="page_major", device="cpu")
-    other = allocate_cross_layer(
-        [layers(["c"], 8), layers(["d"], 8)], pages=5, arrangement="page_major", device="cpu"
-    )
+    other = allocate_cross_layer(others, pages=5, arrangement="page_major", device="cpu")
     for names in (["one"], ["one", "two", "three"]):
         with pytest.raises(ValueError, match=f"{len(names)} names for"):
             as_canonical(groups, names)

@@ -4,6 +4,7 @@ A3, A5, B1 and D5 are items of the vLLM checklist of tests/connectors.
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -120,12 +121,8 @@ def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
 
 @pytest.mark.parametrize(("page", "pages"), [(4, 6), (8, 3), (12, 2), (24, 1)])
 def test_pages_fold_where_they_divide(page, pages):
-    for make in (
-        mha,
-        mla,
-        lambda **k: ours("fp4", "token_major", **k),
-        lambda **k: ours("fp4", "page_major", **k),
-    ):
+    arranged = [partial(ours, "fp4", arrangement) for arrangement in ("token_major", "page_major")]
+    for make in (mha, mla, *arranged):
         pool = make(page_size=4, size=20)
         plain, folded = describe(pool), describe(pool, page)
         group = folded.group("kv")
@@ -140,7 +137,7 @@ def test_pages_fold_where_they_divide(page, pages):
         assert sum(r.size_bytes for r in group.references) == group.bytes_per_page
 
 
-@pytest.mark.parametrize("make", [dsa, lambda **k: ours_dsa("fp8_block_scale", **k)])
+@pytest.mark.parametrize("make", [dsa, partial(ours_dsa, "fp8_block_scale")])
 def test_index_pages_fold_into_pages(make):
     """The indexer's kernels use pages of 64 tokens, whatever the view's page size is."""
     pool = make(size=64 * 5)
@@ -184,23 +181,23 @@ def mha_pair(first, second):
 
 
 @pytest.mark.parametrize(
-    ("make", "page"),
+    "make",
     [
         # Equal bytes, different shapes.
-        (lambda: mha_pair({"heads": 2, "dim": 4, "v_dim": 4}, {"heads": 4, "dim": 2, "v_dim": 2}), None),
-        (lambda: mha_pair({"heads": 4}, {"heads": 2, "page_size": 8, "size": 24}), None),
-        (lambda: [mla(torch.float8_e4m3fn), mla(torch.float8_e5m2)], None),
-        (lambda: [ours("fp8", "page_major"), mla(torch.float8_e5m2)], None),
-        (lambda: [ours("fp8", "page_major", k_scales={5: 0.5}), ours("fp8", "page_major")], None),
-        (lambda: [mla(page_size=4, size=12), mla(page_size=8, size=24)], None),
+        lambda: mha_pair({"heads": 2, "dim": 4, "v_dim": 4}, {"heads": 4, "dim": 2, "v_dim": 2}),
+        lambda: mha_pair({"heads": 4}, {"heads": 2, "page_size": 8, "size": 24}),
+        lambda: [mla(torch.float8_e4m3fn), mla(torch.float8_e5m2)],
+        lambda: [ours("fp8", "page_major"), mla(torch.float8_e5m2)],
+        lambda: [ours("fp8", "page_major", k_scales={5: 0.5}), ours("fp8", "page_major")],
+        lambda: [mla(page_size=4, size=12), mla(page_size=8, size=24)],
         # Different rows; index keys in different layers.
-        (lambda: [ours_dsa("fp8"), ours_dsa("bf16")], None),
-        (lambda: [ours_dsa("fp4"), ours_dsa("fp4", skip_topk_layers=None)], None),
-        (lambda: [ours_dsa("fp8", k_scales={2: 0.5}), ours_dsa("fp8")], None),
+        lambda: [ours_dsa("fp8"), ours_dsa("bf16")],
+        lambda: [ours_dsa("fp4"), ours_dsa("fp4", skip_topk_layers=None)],
+        lambda: [ours_dsa("fp8", k_scales={2: 0.5}), ours_dsa("fp8")],
     ],
 )
-def test_bytes_that_mean_something_else_do_not_move(make, page):
-    source, target = (describe(p, page) for p in make())
+def test_bytes_that_mean_something_else_do_not_move(make):
+    source, target = map(describe, make())
     with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
         copy_pages(source, target, "kv", [0], [1])
 

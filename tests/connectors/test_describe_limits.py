@@ -17,11 +17,8 @@ def test_a_window_pool_of_latent_rows():
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     kinds = {"full_kv_pool_class": MLATokenToKVPool, "swa_kv_pool_class": MLATokenToKVPool}
-    pool = swa(
-        **kinds,
-        full_kv_pool_kwargs={"page_size": 4, **MLA},
-        swa_kv_pool_kwargs={"page_size": 4, **MLA, "kv_lora_rank": 128},
-    )
+    full = {"page_size": 4, **MLA}
+    pool = swa(**kinds, full_kv_pool_kwargs=full, swa_kv_pool_kwargs={**full, "kv_lora_rank": 128})
     caches = describe(pool)
     assert [r.layer_id for r in caches.group("full").layers] == [1, 3]
     assert [r.layer_id for r in caches.group("window").layers] == [0, 2, 4]
@@ -56,9 +53,8 @@ def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
     pool = mha()
     scales = [torch.zeros(4, 3, 4, 1, dtype=torch.uint8) for _ in range(2)]
     pool.native_k_scale_buffer = pool.native_v_scale_buffer = scales
-    with pytest.raises(
-        TypeError, match="MHATokenToKVPool stores 2880 bytes, of which 2688 are in described buffers"
-    ):
+    text = "MHATokenToKVPool stores 2880 bytes, of which 2688 are in described buffers"
+    with pytest.raises(TypeError, match=text):
         describe(pool)
 
 

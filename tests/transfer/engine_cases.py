@@ -1,6 +1,7 @@
 """What the GPU engines have to do, on a GPU and over emulated streams alike; needs no SGLang."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,9 +53,8 @@ def device_pool(arrangement, pages, page_size, row_bytes, device, layers=LAYERS,
         LayerPages(name=i, page_bytes=size, backend="b", page_size_tokens=page_size, content=content)
         for i in range(layers)
     ]
-    (buffer,) = allocate_cross_layer(
-        [members], pages=pages, arrangement=KVArrangement(arrangement), device=device
-    )
+    order = KVArrangement(arrangement)
+    (buffer,) = allocate_cross_layer([members], pages=pages, arrangement=order, device=device)
     buffer.tensor.fill_(-18)
     flat = buffer.tensor.view(-1).view(torch.uint8)
     if arrangement == "token_major":
@@ -72,10 +72,7 @@ def slots_of(pages, page_size=4, device="cpu"):
 
 
 #: What is stored and loaded, as (device pages, host pages) and (host pages, device pages).
-SCATTERED = (
-    [([5, 0, 8], [1, 11, 4]), ([2, 7], [0, 9])],
-    [([11, 4, 9], [3, 0, 6]), ([1], [8])],
-)
+SCATTERED = ([([5, 0, 8], [1, 11, 4]), ([2, 7], [0, 9])], [([11, 4, 9], [3, 0, 6]), ([1], [8])])
 #: Neighbours on both sides, more than three in a row.
 ADJACENT = (
     [([2, 3, 4, 5, 6], [1, 2, 3, 4, 5]), ([0, 1], [8, 9])],
@@ -144,9 +141,8 @@ def round_trip(
 
     expected = memory.clone().view(pages + 3, LAYERS, page_size, -1)
     kept = []
-    store = GPU_ENGINES[engine](
-        TransferPlan(caches, host, "kv", conversion), make_tools(page_bytes, memory), True
-    )
+    plan = TransferPlan(caches, host, "kv", conversion)
+    store = GPU_ENGINES[engine](plan, make_tools(page_bytes, memory), True)
     for taken, put in lists[0]:
         kept.append(Transfer(np.array(put), slots_of(taken, page_size, device), to_host=True))
         store.copy(kept[-1])
@@ -157,11 +153,8 @@ def round_trip(
     assert torch.equal(memory.view(expected.shape), expected)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, on_device, strict=True))
 
-    load = GPU_ENGINES[engine](
-        TransferPlan(host, caches, "kv", conversion and conversion.reversed()),
-        make_tools(page_bytes, memory),
-        False,
-    )
+    plan = TransferPlan(host, caches, "kv", conversion and conversion.reversed())
+    load = GPU_ENGINES[engine](plan, make_tools(page_bytes, memory), False)
     for taken, put in lists[1]:
         kept.append(Transfer(np.array(taken), slots_of(put, page_size, device), to_host=False))
         for layer in range(LAYERS):
@@ -175,10 +168,6 @@ def round_trip(
 
 def _host_view(memory, group, layer_bytes):
     """The same layers with the host's sizes."""
-    from dataclasses import replace
-
-    layers = tuple(
-        replace(layer, runs=PageRuns(tensor_index=0, offset_bytes=0, run_bytes=layer_bytes))
-        for layer in group.layers
-    )
+    runs = PageRuns(tensor_index=0, offset_bytes=0, run_bytes=layer_bytes)
+    layers = tuple(replace(layer, runs=runs) for layer in group.layers)
     return packed_view(memory, replace(group, layers=layers))

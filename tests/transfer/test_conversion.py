@@ -168,14 +168,13 @@ def test_there_and_back_through_a_tier(no_reserve, pair, placed):
     """Host pages hold the codec's bytes of the device's rows, device pages what those decode to."""
     (device, host), (arrangement, page_size) = pair, placed
     k_scales = {5: 0.5, 6: 1.0, 7: 3.25} if device == "fp8" else {}
-    pool = device_pool(
-        device, arrangement, page_size, host_tier=HostTierOptions(layout=host), k_scales=k_scales
-    )
+    options = HostTierOptions(layout=host)
+    pool = device_pool(device, arrangement, page_size, host_tier=options, k_scales=k_scales)
     generator = torch.Generator().manual_seed(page_size)
     own, other = formats(device, host)
-    for number, layer in enumerate(rows(pool)):
+    scales = [k_scales.get(5 + number, 1.0) for number in range(LAYERS)]
+    for layer, scale in zip(rows(pool), scales, strict=True):
         values = torch.randn(layer.shape[0] * page_size, 576, generator=generator).bfloat16()
-        scale = k_scales.get(5 + number, 1.0)
         layer[...] = encode_rows(values[:, :512], values[:, 512:], own, k_scale=scale).view(layer.shape)
     tier = host_pool(pool)
     assert tier.get_size_per_token() * page_size == stride_bytes(LAYERS, page_size, ROW_BYTES[host])
@@ -183,9 +182,7 @@ def test_there_and_back_through_a_tier(no_reserve, pair, placed):
     before, guard = [layer.copy() for layer in rows(pool)], host_bytes(tier).copy()
 
     backup(tier, [3, 0, 2], [1, 4, 2])
-    there = [
-        RowConversion(source=own, target=other, k_scales=(k_scales.get(5 + i, 1.0),)) for i in range(LAYERS)
-    ]
+    there = [RowConversion(source=own, target=other, k_scales=(scale,)) for scale in scales]
     expected = guard
     for i, layer in enumerate(before):
         taken = torch.from_numpy(layer[[1, 4, 2]].reshape(-1, own.row_bytes))
@@ -258,9 +255,8 @@ def test_plans_that_cannot_convert():
         plan(RowConversion(source=own, target=other, k_scales=(1.0,) * 2))
     with pytest.raises(ValueError, match="the layers of group kv differ"):
         plan(tokens=(4, 2), row=(1152, 832))
-    with pytest.raises(
-        ValueError, match="has 4624 bytes in a page of 4 tokens, which are not rows of format bf16-r512"
-    ):
+    not_rows = "has 4624 bytes in a page of 4 tokens, which are not rows of format bf16-r512"
+    with pytest.raises(ValueError, match=not_rows):
         plan(row=(1156, 416))
 
 

@@ -2,26 +2,20 @@
 
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from live_processes import ran
 from test_plan import ARRANGEMENTS, PAGES, distinct, side
 
 from sgl_kvpool.transfer.cpu_engine import CpuEngine, TorchEngine
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
 
-CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
-
-
 #: Torch's copies have no number of threads.
-MAKERS = {
-    "torch": TorchEngine,
-    **{f"cpu-{n}": lambda plan, n=n: CpuEngine(plan, n) for n in (1, 2, 5, 64)},
-}
+MAKERS = {"torch": TorchEngine, **{f"cpu-{n}": lambda plan, n=n: CpuEngine(plan, n) for n in (1, 2, 5, 64)}}
 
 
 @pytest.mark.parametrize("engine", MAKERS)
@@ -90,10 +84,7 @@ resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert np.array_equal(to_pages, from_pages[:, ::-1])
 print("copied")
 """
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(torchs)], capture_output=True, text=True, timeout=120, cwd=here
-    )
+    done = ran(sys.executable, "-c", program, str(torchs), cwd=Path(__file__).parent, timeout=120)
     assert done.stdout == "copied\n", done.stderr[-2000:]
 
 
@@ -103,13 +94,10 @@ def test_built_where_ninja_is_not_on_the_path(tmp_path):
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
             if name != "ninja" and not (tmp_path / name).exists():
                 (tmp_path / name).symlink_to(os.path.join(folder, name))
-    program = (
-        "from sgl_kvpool.transfer.cpu_engine import _module; import os; print(_module(), os.environ['PATH'])"
-    )
+    program = "import os; from sgl_kvpool.transfer import cpu_engine as engine; "
+    program += "print(engine._module(), os.environ['PATH'])"
     environment = {**os.environ, "PATH": str(tmp_path), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = ran(sys.executable, "-c", program, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] == str(tmp_path)
 

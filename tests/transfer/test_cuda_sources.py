@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from live_processes import ran
 
 from sgl_kvpool import compiler
 from sgl_kvpool.transfer.gpu_engine import calls_module
@@ -31,9 +32,7 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cuda")
     include = Path(tvm_ffi.__file__).parent / "include"
     command = [nvcc(), *HOPPER, "-Xptxas=-v", "-I", include, "-cubin", CSRC / "bind_tvm_ffi.cu"]
-    done = subprocess.run(
-        [*command, "-o", folder / "engines.cubin"], capture_output=True, text=True, timeout=300
-    )
+    done = ran(*command, "-o", folder / "engines.cubin")
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
     return done.stderr, folder / "engines.cubin"
@@ -41,9 +40,8 @@ def compiled(tmp_path_factory):
 
 def test_no_kernel_spills(compiled):
     output, _ = compiled
-    assert (
-        len(re.findall("Compiling entry function", output)) == 13
-    )  # 4 widths of words, 4 pairs both ways, a latent copied
+    # 4 widths of words, 4 pairs both ways, a latent copied.
+    assert len(re.findall("Compiling entry function", output)) == 13
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output)
     assert len(frames) >= 13
     assert set(frames) == {("0", "0", "0")}

@@ -13,12 +13,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.transfer import gpu_engine
 from sgl_kvpool.transfer.channel import EngineRequest, channels_of
 from sgl_kvpool.transfer.conversion import RowConversion
-from sgl_kvpool.transfer.engines import (
-    GPU_ENGINES,
-    CopyEngine,
-    KernelEngine,
-    StagedEngine,
-)
+from sgl_kvpool.transfer.engines import GPU_ENGINES, CopyEngine, KernelEngine, StagedEngine
 from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
 from sgl_kvpool.transfer.slots import Transfer
@@ -47,7 +42,7 @@ def test_neighbours_are_one_copy_but_never_across_registrations(pages, chunk_pag
     device, _ = side("page_major", 0)
     host, _ = side("page_major", 0)
     chunks = RegisteredChunks(host.tensors[0].data_ptr(), chunk_pages * LAYERS * TOKENS * ROW)
-    plan = TransferPlan(host, device, "kv") if host_is_source else TransferPlan(device, host, "kv")
+    plan = TransferPlan(*((host, device) if host_is_source else (device, host)), "kv")
     job = CopyJob(plan.copy_runs, chunks)
     numbers = np.array(pages, dtype=np.int64)
     address = numbers.ctypes.data
@@ -87,8 +82,8 @@ def test_blocks_of_a_kernel(run_bytes, converts, blocks):
     """As few as keep a link busy: a block of a copy has 16 warps with at most 2 KB of a run in flight."""
     conversion = None
     if converts:
-        formats = [MLAKVCacheLayout(name).row_format(512, 64) for name in ("bf16", "fp4")]
-        conversion = RowConversion(source=formats[0], target=formats[1], k_scales=(1.0,))
+        own, other = (MLAKVCacheLayout(name).row_format(512, 64) for name in ("bf16", "fp4"))
+        conversion = RowConversion(source=own, target=other, k_scales=(1.0,))
     run = CopyRun(
         source_address=0, target_address=0, source_page_stride=0, target_page_stride=0, run_bytes=run_bytes
     )
@@ -128,11 +123,8 @@ def test_no_pages_and_no_layers():
         arrangement = "page_major" if layers and name == "staged" else "layer_major"
         host, on_host = side(arrangement, -18, layers=layers)
         memory.append((on_device, on_host))
-        for plan, to_host in (
-            (TransferPlan(device, host, "kv"), True),
-            (TransferPlan(host, device, "kv"), False),
-        ):
-            made = engine(plan, tools(LAYERS * TOKENS * ROW), to_host)
+        for sides, to_host in (((device, host), True), ((host, device), False)):
+            made = engine(TransferPlan(*sides, "kv"), tools(LAYERS * TOKENS * ROW), to_host)
             made.copy(Transfer(empty, none, to_host=to_host))
             if not layers:
                 made.copy(Transfer(np.array([1]), slots_of([1]), to_host=to_host))
@@ -145,12 +137,8 @@ def test_no_pages_and_no_layers():
 def test_what_an_engine_cannot_do():
     own, other = (MLAKVCacheLayout(name).row_format(256, 64) for name in ("bf16", "fp4"))
     conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * LAYERS)
-    plan = TransferPlan(
-        side("layer_major", 0, row=own.row_bytes)[0],
-        side("page_major", 0, row=other.row_bytes)[0],
-        "kv",
-        conversion,
-    )
+    device, _ = side("layer_major", 0, row=own.row_bytes)
+    plan = TransferPlan(device, side("page_major", 0, row=other.row_bytes)[0], "kv", conversion)
     with pytest.raises(ValueError, match="cannot encode or decode rows; use engine staged or kernel"):
         CopyEngine(plan, tools(64), True)
     with pytest.raises(ValueError, match="needs a page buffer"):

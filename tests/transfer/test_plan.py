@@ -117,9 +117,8 @@ def test_runs_that_cannot_be_paired():
 
     def strided(count, size):
         tensor = torch.zeros(3, 100, dtype=torch.int8)
-        runs = PageRuns(
-            tensor_index=0, offset_bytes=0, run_bytes=size, run_count=count, run_stride_bytes=size + 5
-        )
+        strides = {"run_count": count, "run_stride_bytes": size + 5}
+        runs = PageRuns(tensor_index=0, offset_bytes=0, run_bytes=size, **strides)
         layer = LayerReference(layer_id=0, part="kv", runs=runs, content="x")
         group = CanonicalGroup(name="kv", layers=(layer,), num_pages=3, page_size_tokens=4)
         return CanonicalKVCaches((tensor,), (group,))
