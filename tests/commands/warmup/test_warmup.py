@@ -3,29 +3,23 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from live_processes import ran
 
 from sgl_kvpool.cli import main
 
 CPU = [sys.executable, "-m", "sgl_kvpool", "warmup", "--device", "cpu"]
 #: Loads the engine as a server's host tier does.
-LOAD_ENGINE = (
-    "from sgl_kvpool.transfer.cpu_engine import engine_class; print(engine_class(required=True).name)"
-)
+LOAD_ENGINE = "from sgl_kvpool.transfer import cpu_engine as e; print(e.engine_class(required=True).name)"
 
 
 def environment(folder, **changes):
     """Caches below a folder."""
     own = {"TVM_FFI_CACHE_DIR": str(folder / "tvm"), "TORCH_EXTENSIONS_DIR": str(folder / "torch")}
     return {**os.environ, **own, **changes}
-
-
-def run(command, env):
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 def compiled(folder):
@@ -45,7 +39,7 @@ def no_compiler(tmp_path_factory):
 def warmed(tmp_path_factory):
     """Caches after a warmup, which were empty before, and what it printed."""
     folder = tmp_path_factory.mktemp("caches")
-    done = run(CPU, environment(folder))
+    done = ran(*CPU, env=environment(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
@@ -65,7 +59,7 @@ def test_everything_is_compiled_once(warmed):
     assert lines[7:] == ["4 compiled, 0 cached, 0 failed"]
     before = compiled(folder)
     assert len(before) == 4
-    again = run(CPU, environment(folder))
+    again = ran(*CPU, env=environment(folder))
     assert again.returncode == 0
     assert again.stdout.splitlines()[-1] == "0 compiled, 4 cached, 0 failed"
     assert compiled(folder) == before
@@ -74,10 +68,10 @@ def test_everything_is_compiled_once(warmed):
 def test_another_process_needs_no_compiler(warmed, no_compiler, tmp_path):
     folder, _ = warmed
     command = [sys.executable, "-c", LOAD_ENGINE]
-    done = run(command, environment(folder, PATH=no_compiler))
+    done = ran(*command, env=environment(folder, PATH=no_compiler))
     assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr
     # Without a warmup the process needs a compiler.
-    done = run(command, environment(tmp_path, PATH=no_compiler))
+    done = ran(*command, env=environment(tmp_path, PATH=no_compiler))
     assert done.returncode == 1
     assert "c++: not found" in done.stderr
     assert compiled(tmp_path) == {}
@@ -89,7 +83,7 @@ def test_a_damaged_library_is_compiled_again_and_counted(warmed):
     content = library.read_bytes()
     library.unlink()
     library.write_bytes(content[: len(content) // 2])
-    done = run(CPU, environment(folder))
+    done = ran(*CPU, env=environment(folder))
     assert done.stdout.splitlines()[-1] == "1 compiled, 3 cached, 0 failed"
     assert f"{library} is damaged and is compiled again" in done.stderr
     assert library.read_bytes() == content
@@ -97,7 +91,7 @@ def test_a_damaged_library_is_compiled_again_and_counted(warmed):
 
 def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_path):
     (tmp_path / "torch").symlink_to(warmed[0] / "torch")
-    done = run(CPU, environment(tmp_path, PATH=no_compiler))
+    done = ran(*CPU, env=environment(tmp_path, PATH=no_compiler))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     for what in ("CPU codec", "attention on CPUs", "transfer engine cpu"):
@@ -116,7 +110,7 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(trusted, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('ran')\n")
     own = environment(tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
-    done = run([*CPU, "--model", str(tmp_path), *["--trust-remote-code"] * trusted], own)
+    done = ran(*CPU, "--model", tmp_path, *["--trust-remote-code"] * trusted, env=own)
     assert done.returncode == 2
     assert (tmp_path / "ran").exists() == trusted
     said = "sgl-kvpool: ran" if trusted else " Give --trust-remote-code to `warmup`."
@@ -162,9 +156,9 @@ def test_caches_are_where_their_owners_put_them(tmp_path):
     names = ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
              "FLASHINFER_WORKSPACE_BASE")  # fmt: skip
     plain = {name: value for name, value in os.environ.items() if name not in names}
-    done = run([sys.executable, "-c", code], {**plain, "SGLANG_CACHE_DIR": str(tmp_path)})
+    done = ran(sys.executable, "-c", code, env={**plain, "SGLANG_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'triton'} {tmp_path / '.cache' / 'flashinfer'}\n"
     moved = {name: str(tmp_path / name) for name in names}
-    done = run([sys.executable, "-c", code], {**plain, **moved})
+    done = ran(sys.executable, "-c", code, env={**plain, **moved})
     assert done.returncode == 0, done.stderr

@@ -4,12 +4,12 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_processes import ran
 
 PROGRAM = Path(__file__).resolve().parent / "launches.py"
 SHAPE = {
@@ -29,8 +29,6 @@ CASES = {
     "sparse bf16": {"layout": "bf16", "top_k": 2048},
     "sparse bf16 over two ranks": {"layout": "bf16", "top_k": 2048, "dcp_size": 2},
 }
-
-
 #: The kernel that attends rows other than `bf16` with a latent of 512 and a rope of 64 or none.
 GLUON = "gluon_decode_kernel"
 
@@ -39,10 +37,8 @@ GLUON = "gluon_decode_kernel"
 def found():
     """Launches and calls by case and step."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, json.dumps([{**SHAPE, **case} for case in CASES.values()])],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    cases = json.dumps([{**SHAPE, **case} for case in CASES.values()])
+    done = ran(sys.executable, PROGRAM, cases, env=environment)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
@@ -114,10 +110,8 @@ def test_prefill(found):
         assert {"create_flashinfer_kv_indices_triton", "gather_kernel", "merge_state_kernel"} < chunks
         assert not steps["prefill in chunks"]["called"]
         plan, run = steps["prefill in one call"]["called"]
-        assert (plan["method"], run["method"]) == (
-            "BatchMLAPagedAttentionWrapper.plan",
-            "BatchMLAPagedAttentionWrapper.run",
-        )
+        wrapper = "BatchMLAPagedAttentionWrapper"
+        assert (plan["method"], run["method"]) == (f"{wrapper}.plan", f"{wrapper}.run")
         assert (plan["num_heads"], plan["head_dim_ckv"], plan["head_dim_kpe"]) == (4, 512, 64)
         plan, run = steps["prefill in the MHA form"]["called"]
         assert run["method"] == "BatchPrefillWithRaggedKVCacheWrapper.forward"
