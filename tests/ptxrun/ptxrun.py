@@ -17,8 +17,6 @@ from typing import Any
 
 import ptxrun_builds
 
-__all__ = ["Module", "PtxError", "Races", "Result"]
-
 
 class PtxError(RuntimeError):
     """The PTX cannot be parsed or executed, a GPU would fault or hang, or the result would be undefined.
@@ -95,21 +93,10 @@ def memory_of(x: Any) -> tuple[int, int]:
 
 
 class Result:
-    """What a launch found.
+    """What a launch found: `reports` with `kind`, `text` and `count`; how many `instructions` warps executed.
 
-    Attributes
-    ----------
-    reports : list of dict
-        With `kind`, `text` and `count`.
-    instructions : int
-        Instructions that warps executed.
-    lines : list of dict
-        One for each executed instruction: `line` of the PTX, `class`, `name`, `count`, `lanes`, `bytes`;
-        `units`: sectors of 32 bytes of a global access, passes over the banks of a shared access,
-        operations of a product; `ideal`: the fewest units that the bytes need.
-    touched : list of (int, int, int, bool)
-        With option `touched`, runs of bytes that were read (False) or written (True): base of the region,
-        first byte, bytes.
+    `touched`, with the option of that name: runs of bytes that were read (False) or written (True), as base
+    of the region, first byte, bytes.
     """
 
     def __init__(self, found: dict[str, Any]) -> None:
@@ -121,6 +108,11 @@ class Result:
 
     @functools.cached_property
     def lines(self) -> list[dict[str, Any]]:
+        """One for each executed instruction, with its `line` of the PTX.
+
+        `units`: sectors of 32 bytes of a global access, passes over the banks of a shared access, operations
+        of a product; `ideal`: the fewest units that the bytes need.
+        """
         names = ("line", "class", "name", "count", "lanes", "units", "ideal", "bytes")
         return [dict(zip(names, row, strict=True)) for row in self._lines]
 
@@ -141,14 +133,9 @@ class Result:
 
 
 class Module:
-    """Parsed PTX.
+    """Parsed PTX: `params` and `param_bytes` of its `kernels` by name.
 
-    Attributes
-    ----------
-    kernels : dict
-        By name: `params` and `param_bytes`.
-    unsupported : list of str
-        Instructions that the emulator does not know; an error only when they are executed.
+    Instructions that the emulator does not know are `unsupported`; an error only when they are executed.
     """
 
     def __init__(self, ptx: str) -> None:
@@ -181,36 +168,17 @@ class Module:
         limit: int = 0,
         **options: int,
     ) -> Result:
-        """Run a kernel.
+        """Run a kernel with `block` threads: PtxError at a fault, Races at the end if there were hazards.
 
-        Parameters
-        ----------
-        entry : str, optional
-            Name of the kernel, needed if there are several.
-        grid : int or tuple of int
-        block : int
-            Threads.
-        args
-            Numbers, tensors (their data pointer), None (0), bytes (structs).
-        regions
-            More memory that the kernel may access: tensors, (address, bytes), or a dict of them by name.
-        readonly
-            Tensors, or (address, bytes), that it must not write.
-        seed : int
-            Decides the order in which warps go and asynchronous work lands.
-        limit : int
-            Most instructions of the warps of a CTA; 0: 200 million.
-        options
-            Of `OPTIONS`. `approx`: results of approximate functions deviate by up to one unit in the last
-            place; `mma`: 1 truncates sums of products, as publications say Hopper does;
-            `quantum`: most instructions that a warp executes in one turn.
-
-        Raises
-        ------
-        PtxError
-            At a fault.
-        Races
-            At the end, if hazards were reported.
+        entry : the kernel's name, needed if there are several
+        args : numbers, tensors (their data pointer), None (0), bytes (structs)
+        regions : more memory that it may access: tensors, (address, bytes), or a dict of them by name
+        readonly : tensors, or (address, bytes), that it must not write
+        seed : decides the order in which warps go and asynchronous work lands
+        limit : most instructions of the warps of a CTA; 0: 200 million
+        options : of `OPTIONS`. `approx`: results of approximate functions deviate by up to one unit in the
+            last place; `mma`: 1 truncates sums of products, as publications say Hopper does; `quantum`: most
+            instructions that a warp executes in one turn
         """
         if entry is None:
             (entry,) = self.kernels
@@ -230,17 +198,16 @@ class Module:
             table, len(table), ctypes.byref(config), ctypes.byref(out),
         )  # fmt: skip
         result = Result(json.loads(_text(out)))
-        error: PtxError | None = None
         if result.error:
             error = PtxError(result.error)
         elif result.reports:
             texts = [f"{r['kind']} ({r['count']} times): {r['text']}" for r in result.reports[:8]]
             more = [f"... {len(result.reports)} in all"] if len(result.reports) > 8 else []
             error = Races("\n".join(texts + more))
-        if error:
-            error.result = result
-            raise error
-        return result
+        else:
+            return result
+        error.result = result
+        raise error
 
 
 def _is_memory(x: Any) -> bool:

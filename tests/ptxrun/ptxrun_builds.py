@@ -5,22 +5,16 @@ and compiler: the versions of g++ and nvcc. If several processes request the sam
 time, one of them makes it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-
-__all__ = ["cache_folder", "library", "made_once", "nvcc", "nvcc_ptx"]
 
 HERE = Path(__file__).resolve().parent
 _PACKAGE = HERE.parents[1] / "sgl_kvpool"
@@ -37,14 +31,6 @@ def cache_folder() -> Path:
     return folder
 
 
-@contextmanager
-def _alone(name: str):
-    """Held by one process at a time for each name."""
-    with open(cache_folder() / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def made_once(name: str, suffix: str, parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
     """The file that `make(path)` writes, made where there is none for these parts yet."""
     digest = hashlib.sha256()
@@ -58,7 +44,8 @@ def made_once(name: str, suffix: str, parts: Iterable[bytes], make: Callable[[Pa
 
     found = intact()
     if found is None:
-        with _alone(stem):
+        with open(cache_folder() / f"{stem}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             found = intact()
             if found is None:
                 with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
@@ -75,11 +62,8 @@ def _name(stem: str, path: Path) -> str:
 
 def _processor() -> str:
     """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line for line in lines if line.startswith(("flags", "Features")))
 
 
 @functools.cache
@@ -87,12 +71,7 @@ def library() -> Path:
     """The emulator as a shared library; half a minute of g++ where it has not been compiled yet."""
     sources = sorted((HERE / "emulator").iterdir())
     version = subprocess.check_output(["g++", "--version"])
-    parts = [
-        version,
-        _processor().encode(),
-        " ".join(_GXX).encode(),
-        *(path.read_bytes() for path in sources),
-    ]
+    parts = [version, _processor().encode(), " ".join(_GXX).encode(), *map(Path.read_bytes, sources)]
 
     def make(path: Path) -> None:
         subprocess.run([*_GXX, "-o", path, HERE / "emulator" / "ptxrun.cpp"], check=True)
@@ -109,17 +88,10 @@ def nvcc() -> str | None:
 
 @functools.cache
 def nvcc_ptx(source: str, flags: Sequence[str] = (), include: Path | None = None) -> str:
-    """PTX for sm_90a of CUDA C++.
+    """PTX for sm_90a of the text of a .cu file.
 
-    Parameters
-    ----------
-    source : str
-        Text of a .cu file.
-    flags : tuple of str
-        More arguments of nvcc.
-    include : Path, optional
-        Folder of headers, which may include others of the package. The PTX is made anew when a source of the
-        package changes.
+    Headers of the folder `include` may include others of the package; the PTX is made anew when a source of
+    the package changes.
     """
     compiler = nvcc()
     if compiler is None:

@@ -7,8 +7,6 @@
 ptxrun executes PTX: Triton does not assemble it to machine code here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -17,25 +15,17 @@ from typing import Any
 
 import ptxrun
 
-__all__ = ["Runs", "install"]
-
 #: Shared memory that a program may have on sm_90.
 _SHARED_BYTES = 232448
 
 
 class Runs:
-    """Launches of this process.
-
-    Attributes
-    ----------
-    options : dict
-        Options of `Module.launch`, for every launch.
-    launched : list of (str, Result)
-        Name of the kernel and what was found, the latest at the end.
-    """
+    """Launches of this process."""
 
     def __init__(self) -> None:
+        #: Options of `Module.launch`, for every launch.
         self.options: dict[str, Any] = {}
+        #: Name of the kernel and what was found, the latest at the end.
         self.launched: list[tuple[str, ptxrun.Result]] = []
         self._changes: list[Callable[[str], str]] = []
         #: Carries out a launch, given the kernel's name, what runs it, and the kernel's arguments.

@@ -21,11 +21,8 @@ from sgl_kvpool.attention.triton_lists import merge_kernel
 TILES = table("triton", "gluon")
 #: For every layout and kernel, the tile for the fewest query heads.
 SMALLEST = list({(layout, tile.kernel): (layout, tile) for layout, tile in TILES[::-1]}.values())[::-1]
-KERNELS = {
-    "gluon": "gluon_decode_kernel",
-    "gluon_wide": "gluon_wide_decode_kernel",
-    "triton": "decode_kernel",
-}
+KERNELS = {"gluon": "gluon_decode_kernel", "gluon_wide": "gluon_wide_decode_kernel"}
+KERNELS |= {"triton": "decode_kernel"}
 #: Rank of each kernel's cases; Gluon's kernels read no other rank than 512.
 RANKS = {"triton": 128, "gluon": 512, "gluon_wide": 512}
 #: (layout, kernel, rank): every layout with every kernel that serves it.
@@ -50,11 +47,9 @@ VERIFY = ((66, 67), (129, 2), (0, 1))
 
 
 def _name(value):
-    return (
-        str(value)
-        if not hasattr(value, "query_heads")
-        else f"{value.kernel}-{value.query_heads}-{value.warps}-warps"
-    )
+    if hasattr(value, "query_heads"):
+        return f"{value.kernel}-{value.query_heads}-{value.warps}-warps"
+    return str(value)
 
 
 def with_seeds(tiles, seeds):
@@ -137,9 +132,7 @@ def test_splits(runs, layout, kernel, rank, splits, min_blocks):
     decode(case, splits, min_blocks=min_blocks, tile=tile_of(kernel, case))
 
 
-@pytest.mark.parametrize(
-    ("layout", "kernel"), [(layout, kernel) for layout, kernel, _ in LAYOUTS if layout != "bf16"]
-)
+@pytest.mark.parametrize(("layout", "kernel"), [of[:2] for of in LAYOUTS if of[0] != "bf16"])
 def test_every_code_and_every_scale(runs, layout, kernel):
     """A list of one row has that row's latent as its result: the machine's decoding, code by code."""
     _, pool, values = every_code(layout)

@@ -20,26 +20,16 @@ quick = pytest.mark.quick
 
 @dataclass
 class Change:
-    """Change of a PTX text.
+    """Change of a PTX text, as by `re.sub`.
 
-    Attributes
-    ----------
-    kernel : str
-        Part of a kernel's name. Texts without such a kernel stay as they are; a text with several kernels is
-        changed as a whole.
-    pattern, replacement : str
-        As of `re.sub`.
-    which : tuple of int, optional
-        Indices of the matches to change; None for all.
-    matches : int
-        Number of matches.
+    Texts without a kernel of this name stay as they are; a text with several kernels is changed as a whole.
     """
 
     kernel: str
     pattern: str
     replacement: str = ""
-    which: tuple[int, ...] | None = None
-    matches: int = 0
+    which: tuple[int, ...] | None = None  # indices of the matches to change; None for all
+    matches: int = 0  # their number
 
     def __call__(self, ptx: str) -> str:
         if not re.search(rf"\.entry \w*{self.kernel}", ptx):
@@ -94,18 +84,32 @@ def test_reads_beyond_the_pool_are_reported(runs, layout):
         decode(runs, layout, Number("decode_kernel", 0, 2**31 - 1))
 
 
-@quick
-@pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_missing_proxy_fences_are_reported(runs, layout):
-    with pytest.raises(ptxrun.Races, match=r"without fence\.proxy\.async"):
-        decode(runs, layout, Change("decode_kernel", instruction(r"fence\.proxy\.async")))
+#: Layouts, kernel, an instruction that it lacks, and how the test has to fail; the first two are quick.
+MISSING = [
+    (["fp4", "bf16"], "decode_kernel", r"fence\.proxy\.async", ptxrun.Races, r"without fence\.proxy\.async"),
+    (["fp4", "bf16"], "decode_kernel", r"bar\.sync", ptxrun.Races, "race"),
+    (["bf16"], "decode_kernel", r"cp\.async\.wait_group", ptxrun.PtxError, r"cp\.async|never written"),
+    (["bf16"], "decode_kernel", r"cp\.async\.commit_group", ptxrun.PtxError, r"cp\.async|never written"),
+    (["fp4", "bf16"], "decode_kernel", r"wgmma\.wait_group", ptxrun.PtxError, "in flight"),
+    (["fp4"], "decode_kernel", r"wgmma\.fence", ptxrun.Races, "without wgmma.fence"),
+    (["fp4"], "merge_kernel", r"bar\.sync", ptxrun.PtxError, None),
+    (["fp4"], "gather_kernel", r"bar\.sync", ptxrun.Races, "race"),
+]
 
 
-@quick
-@pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_missing_barriers_are_reported(runs, layout):
-    with pytest.raises(ptxrun.Races, match="race"):
-        decode(runs, layout, Change("decode_kernel", instruction(r"bar\.sync")), uninit_shared=0)
+@pytest.mark.parametrize(
+    ("layout", "kernel", "name", "error", "message"),
+    [
+        pytest.param(layout, *missing, marks=[quick] * (number < 2))
+        for number, (layouts, *missing) in enumerate(MISSING)
+        for layout in layouts
+    ],
+)
+def test_missing_instructions_are_reported(runs, layout, kernel, name, error, message):
+    changed = rows if kernel == "gather_kernel" else decode
+    options = {"uninit_shared": 0} if message == "race" else {}
+    with pytest.raises(error, match=message):
+        changed(runs, layout, Change(kernel, instruction(name)), **options)
 
 
 @quick
@@ -135,28 +139,6 @@ def test_nine_of_ten_barriers_are_needed(runs, layout):
         which, count = which + 1, change.matches
     assert count > 10
     assert noticed >= 0.9 * count
-
-
-@pytest.mark.parametrize("wait", [r"cp\.async\.wait_group", r"cp\.async\.commit_group"])
-def test_copies_that_are_not_awaited(runs, wait):
-    with pytest.raises(ptxrun.PtxError, match=r"cp\.async|never written"):
-        decode(runs, "bf16", Change("decode_kernel", instruction(wait)))
-
-
-@pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_products_that_are_not_awaited(runs, layout):
-    with pytest.raises(ptxrun.PtxError, match="in flight"):
-        decode(runs, layout, Change("decode_kernel", instruction(r"wgmma\.wait_group")))
-
-
-def test_products_without_their_fence(runs):
-    with pytest.raises(ptxrun.Races, match="without wgmma.fence"):
-        decode(runs, "fp4", Change("decode_kernel", instruction(r"wgmma\.fence")))
-
-
-def test_the_merge_does_not_wait_for_its_warps(runs):
-    with pytest.raises(ptxrun.PtxError):
-        decode(runs, "fp4", Change("merge_kernel", instruction(r"bar\.sync")))
 
 
 def test_a_reduction_leaves_lanes_out(runs):
@@ -191,8 +173,3 @@ def test_a_quotient_halfway_is_rounded_by_chance(runs):
     """Without the step to multiples of 2^-12: the product with a rounded reciprocal decides."""
     with pytest.raises(AssertionError, match="bytes differ"):
         rows(runs, "fp4", Change("store_kernel", "0f[4C]5400000", "0f00000000"))
-
-
-def test_a_decoder_does_not_wait_for_its_warps(runs):
-    with pytest.raises(ptxrun.Races, match="race"):
-        rows(runs, "fp4", Change("gather_kernel", instruction(r"bar\.sync")), uninit_shared=0)
