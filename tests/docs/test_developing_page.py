@@ -46,12 +46,9 @@ def test_every_program_that_a_page_runs_is_a_module():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     named = {name for page in pages for name in re.findall(r"python -m (scripts[\w.]*)", page.read_text())}
     assert len(named) > 5
-    missing = [name for name in named if not _is_module(ROOT / name.replace(".", "/"))]
-    assert missing == []
-
-
-def _is_module(path):
-    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    paths_of = {name: ROOT / name.replace(".", "/") for name in named}
+    files = {name: (path.with_suffix(".py"), path / "__main__.py") for name, path in paths_of.items()}
+    assert [name for name, both in files.items() if not any(file.exists() for file in both)] == []
 
 
 def test_every_name_is_defined_in_the_code():
@@ -67,9 +64,8 @@ def test_every_name_is_defined_in_the_code():
 
 def test_floors_are_import_linters():
     assert [sorted(names) for names, _ in floors()] == [sorted(names) for names in layers()]
-    there = {
-        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    modules = [*PACKAGE.glob("*.py"), *(path.parent for path in PACKAGE.glob("*/__init__.py"))]
+    there = {path.stem for path in modules}
     assert there - {name for names in layers() for name in names} == {"__init__", "__main__", "version"}
 
 

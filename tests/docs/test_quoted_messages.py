@@ -20,15 +20,13 @@ from sgl_kvpool.srt.facts.readers import DSA_BACKEND, KVPOOL_BACKEND
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 #: Placeholder for a value in a string of the source; no text contains this character.
 VALUE = "\0"
+OPTIONS = ("LAYOUT", "ARRANGEMENT", "HOST_LAYOUT", "HOST_ENGINE")
 #: Expressions in f-strings that are the same in every message.
 NAMES = {
     "KVPOOL_BACKEND": KVPOOL_BACKEND,
     "DSA_BACKEND": DSA_BACKEND,
     **{f"env.{name}": value for name, value in vars(env).items() if isinstance(value, str)},
-    **{
-        f"{name}.flag": getattr(record, name).flag
-        for name in ("LAYOUT", "ARRANGEMENT", "HOST_LAYOUT", "HOST_ENGINE")
-    },
+    **{f"{name}.flag": getattr(record, name).flag for name in OPTIONS},
 }
 #: Fewest letters that a quotation has to have in common with the source.
 LEAST = 25
@@ -56,16 +54,10 @@ def strings(tree):
             yield re.sub(r"%(\.\d)?[sdf]", VALUE, " ".join(text.split()))
 
 
-def source():
-    texts = set()
-    for file in sorted((ROOT / "sgl_kvpool").rglob("*.py")):
-        texts.update(strings(ast.parse(file.read_text())))
-    return texts
-
-
 @pytest.fixture(scope="module")
 def texts():
-    return source()
+    files = (ROOT / "sgl_kvpool").rglob("*.py")
+    return {text for file in files for text in strings(ast.parse(file.read_text()))}
 
 
 def pieces_of(quotation):
@@ -83,16 +75,14 @@ def is_quoted_from(quotation, text):
     return True
 
 
-QUOTATIONS = [
-    (page.name, text) for page in PAGES for kind, text in blocks(page.read_text()) if kind == "message"
-]
+FENCED = [(page.name, *block) for page in PAGES for block in blocks(page.read_text())]
+QUOTATIONS = [(page, text) for page, kind, text in FENCED if kind == "message"]
 
 
 @pytest.mark.parametrize(("page", "quotation"), QUOTATIONS, ids=[f"{q[0]}-{q[1][:50]}" for q in QUOTATIONS])
 def test_quoted_messages_are_in_the_source(page, quotation, texts):
     assert sum(len(piece) for piece in pieces_of(quotation)) >= LEAST, "quote more of it"
-    prefix = "sgl-kvpool: "
-    variants = [quotation, quotation.removeprefix(prefix)]  # the log's prefix of failures
+    variants = [quotation, quotation.removeprefix("sgl-kvpool: ")]  # the log's prefix of failures
     assert any(is_quoted_from(variant, text) for variant in variants for text in texts), quotation
 
 

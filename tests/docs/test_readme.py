@@ -86,13 +86,9 @@ def test_tokens_are_those_of_the_plan(monkeypatch, capsys):
         return answers
 
     monkeypatch.setattr(command, "ask", ask_one_more)
-    (words,) = (
-        shlex.split(line)[1:]
-        for _, text in blocks(README)
-        for line in text.splitlines()
-        if line.startswith("sgl-kvpool plan ")
-    )
-    assert main([*words, "--json"]) == 0
+    lines = [line for _, text in blocks(README) for line in text.splitlines()]
+    (command_line,) = (line for line in lines if line.startswith("sgl-kvpool plan "))
+    assert main([*shlex.split(command_line)[1:], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     planned = {each["layout"] or STOCK: (each["tokens"], each["requests"]) for each in plan["servers"]}
     planned[STOCK_FP8] = fp8["tokens"], fp8["tokens"] // plan["context_tokens"]

@@ -19,27 +19,25 @@ def table_after(line):
     """Cells by layout of the table that follows a line of the page."""
     text = PAGE.split(line)[1].lstrip("\n").split("\n\n")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
-    return {row[0].strip("`"): row[1:] for row in rows[2:]}, rows[0][1:]
+    return {row[0].strip("`"): row[1:] for row in rows[2:]}
 
 
 @pytest.mark.parametrize("layout", MLAKVCacheLayout)
 def test_offsets_of_512_and_64(layout):
-    rows, _ = table_after("`a..b` are the bytes from a up to, not including, b.\n")
+    rows = table_after("`a..b` are the bytes from a up to, not including, b.\n")
     fmt = layout.row_format(512, 64)
     *segments, row_bytes = rows[layout.value]
-    found = [
-        (int(a), int(b), int(n)) for a, b, n in re.findall(r"(\d+)\.\.(\d+): (\d+)", " | ".join(segments))
+    numbers = re.findall(r"(\d+)\.\.(\d+): (\d+)", " | ".join(segments))
+    assert [tuple(map(int, found)) for found in numbers] == [
+        (s.offset_bytes, s.end_bytes, s.count) for s in fmt.segments
     ]
-    assert found == [(s.offset_bytes, s.end_bytes, s.count) for s in fmt.segments]
     assert int(row_bytes) == fmt.row_bytes
 
 
 @pytest.mark.parametrize("layout", MLAKVCacheLayout)
 @pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
 def test_offsets_of_any_geometry(layout, rank, rope):
-    rows, _ = table_after(
-        "where each part begins (no part has padding before it; the row ends at the next multiple of 16):\n"
-    )
+    rows = table_after("(no part has padding before it; the row ends at the next multiple of 16):\n")
     cells = [re.sub(r"(\d+)([RP])", r"\1*\2", cell) for cell in rows[layout.value]]
     assert all(re.fullmatch(r"[\dRP+*/ ]*", cell) for cell in cells)
     latent, scales, rotary, end = (eval(cell, {"R": rank, "P": rope}) if cell else None for cell in cells)
