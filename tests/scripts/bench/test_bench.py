@@ -20,9 +20,6 @@ def status(argv):
     return stopped.value.code
 
 
-# The command
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -49,9 +46,8 @@ def test_a_run_and_its_continuation(tmp_path, capsys):
     found = json.loads(report.read_text())
     assert (found["argv"], found["device"], found["wrong"], found["targets"]) == (argv, "cpu", [], [])
     cases = [row["job"] for row in found["results"]]
-    assert {(case["kind"], case["layout"], case["heads"]) for case in cases} == {
-        ("sparse", "fp4", 2), ("sparse", "fp4", 4),
-    }  # fmt: skip
+    shapes = {(case["kind"], case["layout"], case["heads"]) for case in cases}
+    assert shapes == {("sparse", "fp4", 2), ("sparse", "fp4", 4)}
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("runner=kvpool layout=fp4 kind=sparse heads=2 batch=2 context=128 ")
     assert len(lines) == len(cases) == 2

@@ -1,7 +1,9 @@
 """`bench transfer` on a CPU and over emulated streams: its steps and targets; its times mean nothing here."""
 
+import itertools
 import time
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +19,7 @@ def test_every_pool_on_a_cpu(monkeypatch):
     """Seconds of work instead of minutes."""
     monkeypatch.setattr(transfer, "LAYERS", 3)
     monkeypatch.setattr(transfer, "QUICK", (4 << 20, 1))
-    monkeypatch.setattr(
-        transfer, "caches", lambda *a, layer_count=3: transfer_gpu.caches(*a, layer_count=layer_count)
-    )
+    monkeypatch.setattr(transfer, "caches", partial(transfer_gpu.caches, layer_count=3))
     bench = transfer.Transfers(Namespace(quick=True, device="cpu"))
     rows = [{"job": case, **result_of(bench, case)} for case in bench.cases({})]
     assert [row["status"] for row in rows] == ["measured"] * 15
@@ -77,15 +77,9 @@ def test_every_engine_gets_a_row(shape, monkeypatch):
         row = transfers.measure(case)
         row_bytes = {"bf16": 1152, "fp4": 416}[case["host_layout"]]
         assert row["moved_bytes"] == case["pages"] * 3 * 2 * row_bytes
-        for name in (
-            "submit_us",
-            "solo_of_pinned_copy",
-            "of_pinned_copy",
-            "model_step_ratio",
-            "decode_step_ratio",
-        ):
-            assert row[f"to_host_{name}"] >= 0  # a ratio on a busy machine is rounded to 0
-            assert row[f"to_device_{name}"] >= 0
+        ratios = ("solo_of_pinned_copy", "of_pinned_copy", "model_step_ratio", "decode_step_ratio")
+        for name, way in itertools.product(("submit_us", *ratios), ("to_host", "to_device")):
+            assert row[f"{way}_{name}"] >= 0  # a ratio on a busy machine is rounded to 0
 
 
 @pytest.mark.parametrize("sm_count", [132, 114])
