@@ -17,17 +17,8 @@ from sgl_kvpool.commands.plan import child
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "commands" / "plan" / "configs"
 #: Arguments with which the published commands name what a layout decides.
-NAMED = (
-    "--attention-backend",
-    "--prefill-attention-backend",
-    "--decode-attention-backend",
-    "--speculative-draft-attention-backend",
-    "--dsa-prefill-backend",
-    "--dsa-decode-backend",
-    "--kv-cache-dtype",
-)
-
-
+NAMED = {f"--{kind}attention-backend" for kind in ("", "prefill-", "decode-", "speculative-draft-")}
+NAMED |= {"--dsa-prefill-backend", "--dsa-decode-backend", "--kv-cache-dtype"}
 #: Models of models.json and of the tests of `plan` -> the families of the table.
 FAMILIES = {
     "DeepSeek-V3, R1": ("deepseek_v3",),
@@ -72,13 +63,7 @@ def table(answers: list[dict]) -> str:
 
 def without_named(words: list[str]) -> list[str]:
     """A command without the arguments of `NAMED`, each of which has one value."""
-    kept = []
-    skip = False
-    for word in words:
-        if not skip and word not in NAMED:
-            kept.append(word)
-        skip = word in NAMED
-    return kept
+    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & NAMED]
 
 
 def write_models() -> None:
