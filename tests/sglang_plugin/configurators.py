@@ -7,12 +7,11 @@ import torch
 
 def drafting(layers):
     """SGLang's record of a draft with `layers` multi-token prediction layers; 0 means no draft."""
-    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
-        SpecAuxHiddenStateConfig,
-    )
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 
     draft = SimpleNamespace(num_nextn_predict_layers=layers) if layers else None
-    return SpecAuxHiddenStateConfig(eagle_draft_num_layers=layers, draft_model_config=draft)
+    config = spec_aux_hidden_state.SpecAuxHiddenStateConfig
+    return config(eagle_draft_num_layers=layers, draft_model_config=draft)
 
 
 def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3), **fields):
@@ -25,31 +24,24 @@ def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     start, end = stage
+    nothing = ("pp_group", "sliding_window_size", "forward_stream", "req_to_token_pool")
     values = {
+        **dict.fromkeys((*nothing, "token_to_kv_pool_allocator", "memory_pool_config")),
+        **dict.fromkeys(("post_capture_kv_active", "is_hybrid_swa", "is_hybrid_swa_compress"), False),
+        **dict.fromkeys(("attn_dp_size", "pp_size"), 1),
         "device": "cpu",
         "gpu_id": 0,
-        "attn_dp_size": 1,
-        "pp_size": 1,
-        "pp_group": None,
         "model": torch.nn.Module(),
         "model_config": model_config,
         "server_args": args,
         "kv_cache_dtype": dtype,
         "model_dtype": torch.bfloat16,
         "page_size": args.page_size,
-        "sliding_window_size": None,
         "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
         "is_draft_worker": draft,
-        "post_capture_kv_active": False,
         "spec_aux_config": drafting(eagle),
-        "is_hybrid_swa": False,
-        "is_hybrid_swa_compress": False,
         "use_mla_backend": True,
         "layer_info": ModelLayerInfo(start_layer=start, end_layer=end, num_effective_layers=end - start),
-        "forward_stream": None,
-        "req_to_token_pool": None,
-        "token_to_kv_pool_allocator": None,
-        "memory_pool_config": None,
     }
     return KVCacheConfigurator(**{**values, **fields})
 
@@ -65,6 +57,4 @@ def classes_of(kvc):
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
-    return {
-        kind: kvc._resolve_kv_pool_class(kind=kind, default=default) for kind, default in defaults.items()
-    }
+    return {kind: kvc._resolve_kv_pool_class(kind=kind, default=pool) for kind, pool in defaults.items()}

@@ -5,8 +5,12 @@ import os
 
 import forks
 import pytest
-from hybrid_configs import HYBRIDS
+from hybrid_configs import HYBRIDS, SPARSE
 from managers import bootstrap, manager_of, no_groups  # noqa: F401  # fixtures
+
+from sgl_kvpool import env
+from sgl_kvpool.sglang_plugin import hook_groups
+from sgl_kvpool.sglang_plugin import options as record
 
 
 @pytest.fixture(scope="session")
@@ -49,16 +53,9 @@ def checkpoints(tmp_path_factory):
         (folder / "config.json").write_text(json.dumps({**base, **changes}))
         return str(folder)
 
-    dsa = {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
-        "q_lora_rank": 128,
-        "index_topk": 2048,
-        "index_head_dim": 128,
-        "index_n_heads": 4,
-    }
+    dsa = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **SPARSE}
     three = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
-    dsa3 = {**dsa, **three, "index_topk": 2048}
+    dsa3 = {**dsa, **three}
     return {
         "mla": str(mla),
         "mla3": variant("mla3", **three),
@@ -97,9 +94,6 @@ def resolve(kept_context, monkeypatch):
 
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
     monkeypatch.setenv("_KVPOOL_CHILD_HOOK_GROUPS", "")  # resolution exports it, to later tests too
-    from sgl_kvpool import env
-    from sgl_kvpool.sglang_plugin import options as record
-
     for name in env.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -158,7 +152,6 @@ def configured(published, resolve, monkeypatch):
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.srt.attention import decode_verify, sparse
 
     # All hook groups of a scheduler at once, because the tests build one model after the other.

@@ -43,20 +43,18 @@ _BAILING = {
     "topk_group": 1,
     "first_k_dense_replace": LAYERS,
 }
-
+_BAILING_KDA = {**_BAILING, "architectures": ["BailingMoeV3ForCausalLM"], "short_conv_kernel_size": 4}
+#: Sizes of sparse attention, also of models without linear attention.
+SPARSE = {"q_lora_rank": 128, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 4}
+_SPARSE_LAYER = "deepseek_sparse_attention"
 _GLM5 = {
+    **SPARSE,
     "architectures": ["Glm5NextForConditionalGeneration"],
     "model_type": "glm5_next",
     "num_hidden_layers": LAYERS,
     "first_k_dense_replace": LAYERS,
-    "q_lora_rank": 128,
     "qk_rope_head_dim": 0,
-    "layer_types": [
-        "deepseek_sparse_attention" if layer in MLA_LAYERS else "linear_attention" for layer in range(LAYERS)
-    ],
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 4,
+    "layer_types": [_SPARSE_LAYER if n in MLA_LAYERS else "linear_attention" for n in range(LAYERS)],
     "index_kpool": 4,
 }
 
@@ -66,17 +64,8 @@ HYBRIDS = {
     "kda-rank448": {**_kimi(MLA_LAYERS), "kv_lora_rank": 448},
     "k3": {**_kimi(MLA_LAYERS), "architectures": ["KimiK3ForConditionalGeneration"]},
     "lightning": {**_BAILING, "architectures": ["BailingMoeV2_5ForCausalLM"]},
-    "bailing-kda": {
-        **_BAILING,
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "short_conv_kernel_size": 4,
-    },
-    "bailing-kda-norope": {
-        **_BAILING,
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "short_conv_kernel_size": 4,
-        "use_mla_nope": True,
-    },
+    "bailing-kda": _BAILING_KDA,
+    "bailing-kda-norope": {**_BAILING_KDA, "use_mla_nope": True},
     "gdn": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",

@@ -5,35 +5,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.sglang_plugin.hooks import pools
 
 
 @pytest.fixture
 def built(published, arranged, monkeypatch):
     """`built(arrangement, ...)`: the pool that SGLang builds with our hooks, and its line in the log."""
-    from sglang.srt import runtime_context
-    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache import kv_cache_configurator  # noqa: F401  takes get_spec by name, before it is patched
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    from sgl_kvpool.sglang_plugin.hooks import pools
 
     def build(
-        arrangement,
-        *,
-        draft=False,
-        backends=("torch_native", None),
-        other=None,
-        layout="bf16",
-        draft_backend=None,
-        tokens=12,
-        page_size=4,
+        arrangement, *, draft=False, backends=("torch_native", None), other=None, reader=None, sizes=(12, 4)
     ):
         monkeypatch.setattr(runtime_context, "attention_backends", lambda: backends)
-        spec = SimpleNamespace(speculative_draft_attention_backend=draft_backend)
+        spec = SimpleNamespace(speculative_draft_attention_backend=reader)
         monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
-        args = arranged(arrangement, layout=layout)
+        args = arranged(arrangement)
         kvc = SimpleNamespace(
             server_args=args,
             use_mla_backend=True,
@@ -42,11 +33,10 @@ def built(published, arranged, monkeypatch):
             model=torch.nn.Module(),
             model_config=model_config_of(args),
         )
-        bound = pools._resolve_kv_pool_class(
-            lambda self, *, kind, default: default, kvc, kind="mla", default=MLATokenToKVPool
-        )
+        mla = {"kind": "mla", "default": MLATokenToKVPool}
+        bound = pools._resolve_kv_pool_class(lambda self, *, kind, default: default, kvc, **mla)
         changed = {"options": replace(bound.keywords["options"], arrangement=other)} if other else {}
-        pool = bound(tokens, page_size, torch.bfloat16, 512, 64, 3, "cpu", False, **changed)
+        pool = bound(*sizes, torch.bfloat16, 512, 64, 3, "cpu", False, **changed)
         lines = []
         # Not caplog: SGLang replaces all log handlers when it resolves arguments.
         monkeypatch.setattr(pools.logger, "info", lambda text, *values: lines.append(text % values))
@@ -59,12 +49,10 @@ def built(published, arranged, monkeypatch):
 
 def test_a_pool_whose_longest_prompts_would_wait(built, monkeypatch):
     """test_budget.py has the bounds; a draft's pool is as large as the target's."""
-    from sgl_kvpool.sglang_plugin.hooks import pools
-
     said = []
     monkeypatch.setattr(pools.logger, "warning", lambda text, *values: said.append(text % values))
     for draft in (False, True):
-        built("auto", draft=draft, tokens=1024, page_size=64)
+        built("auto", draft=draft, sizes=(1024, 64))
     assert len(said) == 1
     assert said[0].startswith("sgl-kvpool: a prompt of 960 tokens or more would wait for ever, and later")
 
@@ -83,12 +71,11 @@ def test_the_pool_is_told_its_readers(built):
 
 def test_a_draft_pool_is_told_the_drafts_reader(built):
     """--speculative-draft-attention-backend reads only the draft's pool."""
-    with pytest.raises(
-        ValueError, match="^--speculative-draft-attention-backend some_backend cannot read rows"
-    ):
-        built("auto", draft=True, draft_backend="some_backend")
-    built("auto", draft=False, draft_backend="some_backend")
-    built("auto", draft=True, draft_backend="flashinfer", backends=("some_backend", None))
+    text = "^--speculative-draft-attention-backend some_backend cannot read rows"
+    with pytest.raises(ValueError, match=text):
+        built("auto", draft=True, reader="some_backend")
+    built("auto", draft=False, reader="some_backend")
+    built("auto", draft=True, reader="flashinfer", backends=("some_backend", None))
 
 
 def test_a_pool_of_another_arrangement_is_noticed(built):

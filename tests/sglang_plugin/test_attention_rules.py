@@ -9,21 +9,25 @@ from types import SimpleNamespace
 
 import pytest
 from codec_oracle import LAYOUTS
+from refused import EAGLE as SPECULATIVE
+from refused import STEPS
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin.options import KVPoolConfig
 from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
-from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_ALGORITHMS
+from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_ALGORITHMS, check_ours, check_speculation
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES
+from sgl_kvpool.sglang_plugin.server import Server
 
 OURS = "kvpool_mla"
-SPECULATIVE = ("--speculative-algorithm", "EAGLE")
 
 
 @pytest.fixture
 def serve(serve):
     """`serve(device, layout, *argv)`: the backends (prefill, decode) of a server."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
     return lambda device, layout, *argv: attention_backends_of(serve("mla", layout, *argv, device=device))
 
 
@@ -57,6 +61,8 @@ def test_our_kernels_need_hopper(resolve, checkpoints, model, layout, argv, subj
 
 # -------------------------------------------------------------------- choice of the backend
 
+FLASHMLA = ("--attention-backend", "flashmla")
+
 
 @pytest.mark.parametrize(
     ("device", "layout", "argv", "backends"),
@@ -71,12 +77,9 @@ def test_our_kernels_need_hopper(resolve, checkpoints, model, layout, argv, subj
         ("cuda", "fp8", ("--attention-backend", "triton"), ("triton", "triton")),
         # flashmla reads e4m3 rows in decode; its prefill would cast the pool.
         ("cuda", "fp8", ("--decode-attention-backend", "flashmla"), (OURS, "flashmla")),
-        ("cuda", "fp8", ("--attention-backend", "flashmla"), (OURS, "flashmla")),
-        (
-            *("cuda", "fp8", ("--attention-backend", "flashmla", "--kv-cache-arrangement", "token_major")),
-            (OURS, "flashmla"),
-        ),
-        ("cuda", "fp8", ("--attention-backend", "flashmla", *phases(OURS, OURS)), (OURS, OURS)),
+        ("cuda", "fp8", FLASHMLA, (OURS, "flashmla")),
+        ("cuda", "fp8", (*FLASHMLA, "--kv-cache-arrangement", "token_major"), (OURS, "flashmla")),
+        ("cuda", "fp8", (*FLASHMLA, *phases(OURS, OURS)), (OURS, OURS)),
         ("cuda", "bf16", ("--attention-backend", "flashinfer", *SPECULATIVE), ("flashinfer", "flashinfer")),
     ],
 )
@@ -85,8 +88,6 @@ def test_choice(serve, device, layout, argv, backends):
 
 
 def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch):
-    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
-
     plain = attention_backends_of(resolving_view(resolve(checkpoints["mla"], device="cuda")))
     assert plain[0] != OURS
     lines = []
@@ -119,16 +120,9 @@ IN_USE = {
 @pytest.mark.parametrize("feature", BACKEND_FEATURES, ids=lambda feature: feature.field)
 def test_every_feature(feature):
     """Calls the check directly, because SGLang refuses some of these combinations first, in its own words."""
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.options import KVPoolConfig
-    from sgl_kvpool.sglang_plugin.rules.attention import check_ours, check_speculation
-    from sgl_kvpool.sglang_plugin.server import Server
-
-    off = (
-        *("prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend"),
-        *("speculative_algorithm", "enable_deterministic_inference"),
-        *(other.field for other in BACKEND_FEATURES),
-    )
+    backends = (f"{kind}_attention_backend" for kind in ("prefill", "decode", "speculative_draft"))
+    off = (*backends, "speculative_algorithm", "enable_deterministic_inference")
+    off += tuple(other.field for other in BACKEND_FEATURES)
     view = SimpleNamespace(**dict.fromkeys(off), dcp_size=1, attention_backend=OURS, device="cuda")
     value = IN_USE.get(feature.field, True)
     text = f"^{feature.flag}( {value})? does not work with attention backend kvpool_mla: .*; leave it out, or"
@@ -155,7 +149,6 @@ def test_a_deterministic_server(serve, device):
 def test_models_beyond_the_kernels(serve):
     assert serve("cpu", "fp4", "--dtype", "float32") == (OURS, OURS)
     assert serve("cuda", "fp4", "--dtype", "float16") == (OURS, OURS)
-    from sgl_kvpool.sglang_plugin.server import Server
 
     def check(rank):
         config = SimpleNamespace(kv_lora_rank=rank, dtype="torch.bfloat16")
@@ -194,10 +187,7 @@ def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve, 
         ("--speculative-algorithm", "NEXTN"),
         (*SPECULATIVE, "--speculative-attention-mode", "decode"),
         (*SPECULATIVE, "--speculative-draft-attention-backend", OURS),
-        (
-            *(*SPECULATIVE, "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", "4"),
-        ),
+        (*SPECULATIVE, *STEPS, "--speculative-eagle-topk", "1"),
         (*SPECULATIVE, "--speculative-adaptive", "--speculative-num-steps", "3"),
         ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "draft"),
     ],
@@ -213,9 +203,8 @@ def test_what_dspark_does_not_work_with(serve, monkeypatch):
     dspark = ("--speculative-algorithm", "DSPARK", "--speculative-num-draft-tokens", "4")
     with pytest.raises(ValueError, match="^--speculative-algorithm DSPARK .* leave out --enable-hie"):
         serve("cuda", "fp4", *dspark, "--enable-hierarchical-cache")
-    with pytest.raises(
-        ValueError, match="^--speculative-algorithm DSPARK .*does not split its verif.*of them$"
-    ):
+    text = "^--speculative-algorithm DSPARK .*does not split its verif.*of them$"
+    with pytest.raises(ValueError, match=text):
         serve("cuda", "fp4", *dspark, "--enable-two-batch-overlap", "--moe-a2a-backend", "deepep")
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     with pytest.raises(ValueError, match="^SGLANG_RAGGED_VERIFY_MODE=compact does not work.*or use static$"):
@@ -223,7 +212,5 @@ def test_what_dspark_does_not_work_with(serve, monkeypatch):
 
 
 def test_every_algorithm_of_sglang_is_decided():
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     known = {*SPECULATIVE_ALGORITHMS, *attention_rules.UNSHOWN_ALGORITHMS, "DSPARK", "NONE"}
     assert {algorithm.name for algorithm in SpeculativeAlgorithm} == known

@@ -6,8 +6,24 @@ import pytest
 import torch
 from codec_oracle import ROW_BYTES
 from configurators import classes_of, sizes_of
+from hybrid_configs import MLA_LAYERS
 from refused import TIER
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from test_dcp_pool import as_rank
+
+from sgl_kvpool.attention.decode import workspace_bytes
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.hooks import budget
+from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
+from sgl_kvpool.srt.host.states import StateView
+from sgl_kvpool.srt.pool.k_scales import checked_k_scales
+from sgl_kvpool.transfer import gpu_engine
 
 LAYERS = 3
 
@@ -15,7 +31,6 @@ LAYERS = 3
 @pytest.fixture
 def configurator(configured, checkpoints):
     """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, with our hooks."""
-    from sglang.srt.configs.model_config import ModelConfig
 
     def build(layout, *, backend=None, model="mla3", draft=False, eagle=0):
         named = ["--attention-backend", backend] if backend else []
@@ -49,18 +64,14 @@ def test_tokens_agree_with_hand_arithmetic(configurator, layout, server, token_b
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "fp4"), (8, "bf16"), (3, "fp8")])
 def test_a_draft_has_the_rows_of_all_ranks(configured, checkpoints, ranks, layout):
     """The pools that SGLang's builder makes with our class have the bytes that are charged."""
-    from sglang.srt.configs.model_config import ModelConfig
-
-    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
     model, sizes, pools = checkpoints["mla3"], {}, {}
     for name, own in (("target", None), ("draft", ModelConfig(checkpoints["mla"]))):
         with_draft = {"eagle": 1} if own is None else {"stage": (0, 1)}
-        kvc = configured(model, layout, dtype=dtype, draft=own, **with_draft)
+        kvc = configured(model, layout, draft=own, **with_draft)
         with as_rank(1, ranks):
             sizes[name] = sizes_of(kvc)._cell_size
-            pools[name] = kvc._build_mla_kv_pool(
-                max_total_num_tokens=256 * kvc.loc_space_scale, mla_pool_class=classes_of(kvc)["mla"]
-            )
+            tokens, mla = 256 * kvc.loc_space_scale, classes_of(kvc)["mla"]
+            pools[name] = kvc._build_mla_kv_pool(max_total_num_tokens=tokens, mla_pool_class=mla)
             assert pools[name].dcp_size == (ranks if own is None else 1)
     rows = 256 + pools["target"].page_size
     assert sum(pool.get_kv_size_bytes() for pool in pools.values()) == rows * sizes["target"]
@@ -69,12 +80,8 @@ def test_a_draft_has_the_rows_of_all_ranks(configured, checkpoints, ranks, layou
 
 def test_keys_of_a_drafts_heads_are_not_spread(configured, checkpoints):
     """SGLang's pool of an EAGLE3 draft without MLA: all slots and heads on each rank, written as they are."""
-    from sglang.srt.configs.model_config import ModelConfig
-
     own = ModelConfig(checkpoints["mha"], is_draft_model=True)
-    kvc = configured(
-        checkpoints["mla3"], "fp4", dtype=torch.bfloat16, draft=own, stage=(0, 1), use_mla_backend=False
-    )
+    kvc = configured(checkpoints["mla3"], "fp4", draft=own, stage=(0, 1), use_mla_backend=False)
     with as_rank(1, 2):
         pool = kvc._build_mha_kv_pool(
             max_total_num_tokens=256 * kvc.loc_space_scale, mha_pool_class=classes_of(kvc)["mha"],
@@ -101,8 +108,6 @@ def test_keys_of_a_drafts_heads_are_not_spread(configured, checkpoints):
 )
 def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size, tokens, context, shortest):
     """With the bounds of `TpModelWorker` and `validate_input_length`, and those of `PrefillBudget`."""
-    from sglang.srt.mem_cache.prefill_budget import PrefillBudget
-
     from sgl_kvpool.sglang_plugin.hooks import pools
 
     said = []
@@ -123,11 +128,6 @@ def test_prompts_that_sglang_accepts_and_never_schedules(monkeypatch, page_size,
 
 
 def test_modules_that_disagree_on_a_k_scale_and_a_layout_without_one():
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.pool.k_scales import checked_k_scales
-
     model = torch.nn.ModuleList(RadixAttention(2, 576, 1.0, 1, 2, v_head_dim=512) for _ in range(2))
     model[0].k_scale_float, model[1].k_scale_float = 2.0, 4.0
     with pytest.raises(ValueError, match=r"layer 2 have k_scale 2\.0 and 4\.0"):
@@ -138,7 +138,6 @@ def test_modules_that_disagree_on_a_k_scale_and_a_layout_without_one():
 @pytest.fixture
 def on_a_gpu(configured, checkpoints):
     """`on_a_gpu(model, layout, ...)`: the request of SGLang's KVCacheConfigurator of a server on Hopper."""
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
 
     def build(model, layout, *argv, **fields):
         return PoolRequest(configured(checkpoints[model], layout, *argv, **{"device": "cuda", **fields}))
@@ -158,22 +157,18 @@ def on_a_gpu(configured, checkpoints):
 )
 def test_page_buffers_on_a_gpu_are_charged(on_a_gpu, resolve, checkpoints, layout, arguments, row_bytes):
     """Eight slots of 16 pages of three layers."""
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
-
     expected = 0 if row_bytes is None else 8 * 16 * LAYERS * 64 * row_bytes
     for fields, bytes_of_all in (
         ({"device": "cpu"}, 0), ({}, expected), ({"eagle": 1}, expected * (LAYERS + 1) // LAYERS)
     ):  # fmt: skip
-        assert page_buffer_bytes(on_a_gpu("mla3", layout, *arguments, **fields)) == bytes_of_all
+        request = on_a_gpu("mla3", layout, *arguments, **fields)
+        assert budget.page_buffer_bytes(request) == bytes_of_all
     # An unpacked draft of three layers has its own tier: ours for MLA rows, SGLang's for other models.
     for draft, tiers in (("mla3", 2), ("mha", 1)):
         kvc = (request := on_a_gpu("mla3", layout, *arguments, eagle=1)).configurator
         kvc.spec_algorithm = SpeculativeAlgorithm.EAGLE3
         kvc.spec_aux_config.draft_model_config = model_config_of(resolve(checkpoints[draft]))
-        assert page_buffer_bytes(request) == tiers * expected
+        assert budget.page_buffer_bytes(request) == tiers * expected
 
 
 @pytest.mark.parametrize("stage", [(0, 6), (2, 5)])
@@ -186,17 +181,8 @@ def test_page_buffers_on_a_gpu_are_charged(on_a_gpu, resolve, checkpoints, layou
         ("lightning", (2 * 16 * 16 * 4,)),
     ],
 )
-def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
-    on_a_gpu, monkeypatch, model, part_bytes, stage
-):
+def test_page_buffers_of_states_are_those_of_the_tier(on_a_gpu, monkeypatch, model, part_bytes, stage):
     """The budget has only SGLang's parameters, because there is no pool yet; the tier uses the pool."""
-    from hybrid_configs import MLA_LAYERS
-    from sglang.srt.mem_cache.memory_pool import MambaPool
-
-    from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
-    from sgl_kvpool.srt.host.states import StateView
-    from sgl_kvpool.transfer import gpu_engine
-
     request = on_a_gpu(model, "fp4", TIER, stage=stage)
     params = request.configurator.mambaish_config.mamba2_cache_params
     layers = [layer for layer in range(*stage) if layer not in MLA_LAYERS]
@@ -210,26 +196,20 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     page_bytes = request.view.page_size * 416
     rows = 8 * 16 * page_bytes * len([layer for layer in MLA_LAYERS if layer in range(*stage)])
     states = gpu_engine.buffer_bytes(view.group.bytes_per_page)
-    assert page_buffer_bytes(request) == rows + states
+    assert budget.page_buffer_bytes(request) == rows + states
     assert charged == [(view.group.bytes_per_page, view.largest_part_bytes)]
 
 
 @pytest.mark.parametrize("draft_tokens", [None, 4])
 def test_workspaces_of_attention_on_a_gpu_are_charged(on_a_gpu, monkeypatch, draft_tokens):
     """65536 decoded bf16 rows for prefill, and the partial results of splits in decode, at any batch size."""
-    from sglang.srt import runtime_context
-
-    from sgl_kvpool.attention.decode import workspace_bytes
-    from sgl_kvpool.sglang_plugin.hooks import budget
-
     assert budget.attention_workspace_bytes(on_a_gpu("mla3", "fp4", device="cpu")) == 0
     request = on_a_gpu("mla3", "fp4")
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
     found = budget.attention_workspace_bytes(request) - 65536 * 576 * 2
     heads = request.model_config.num_attention_heads
     for queries in range(1, (draft_tokens or 1) + 1):
-        for requests in (1, 7, 66, 67, 500):
-            assert found >= workspace_bytes(
-                request.row_format, heads, requests * queries, 100_000, queries_per_list=queries, sm_count=132
-            )
+        of_lists = {"queries_per_list": queries, "sm_count": 132}
+        for count in (queries * requests for requests in (1, 7, 66, 67, 500)):
+            assert found >= workspace_bytes(request.row_format, heads, count, 100_000, **of_lists)
     assert found <= 2 * 132 * 64 * 513 * 4  # a tile of 64 query-head rows per program, two rounds

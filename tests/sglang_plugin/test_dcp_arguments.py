@@ -2,7 +2,8 @@
 
 import pytest
 from codec_oracle import LAYOUTS
-from refused import EAGLE, STEPS
+from refused import EAGLE, STEPS, TIER
+from sglang.srt.arg_groups.overrides import attention_backends_of
 
 
 @pytest.fixture
@@ -14,12 +15,8 @@ def resolved(serve):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_read_by_our_backend(resolved, layout, merge):
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    assert attention_backends_of(resolved(layout, "--dcp-comm-backend", merge)) == (
-        "kvpool_mla",
-        "kvpool_mla",
-    )
+    view = resolved(layout, "--dcp-comm-backend", merge)
+    assert attention_backends_of(view) == ("kvpool_mla", "kvpool_mla")
 
 
 @pytest.mark.parametrize("store", [None, "file", "mooncake"])
@@ -36,6 +33,7 @@ def sparse(serve):
     return lambda layout, *argv: serve("dsa", layout, "--tp-size", "4", "--dcp-size", "2", *argv)
 
 
+BUFFER_ONLY = ("--hicache-host-memory-mode", "buffer_only")
 #: A model's own layer for multi-token prediction as its draft.
 DRAFT = (*EAGLE, "--json-model-override-args", '{"num_nextn_predict_layers": 1}')
 
@@ -58,10 +56,7 @@ def test_host_tiers_of_sparse_models(sparse, layout, argv, store):
     """SGLang refuses a host tier, and drafts beside one."""
     assert sparse(layout, "--enable-hierarchical-cache", *store, *argv).enable_hierarchical_cache
     with pytest.raises(NotImplementedError, match="L3 with DCP does not support buffer_only"):
-        sparse(
-            layout, "--enable-hierarchical-cache", "--hicache-storage-backend", "file", *argv,
-            "--hicache-host-memory-mode", "buffer_only",
-        )  # fmt: skip
+        sparse(layout, TIER, "--hicache-storage-backend", "file", *argv, *BUFFER_ONLY)
 
 
 def test_without_a_layout_sglangs_rules_apply(sparse):
@@ -73,9 +68,8 @@ def test_without_a_layout_sglangs_rules_apply(sparse):
 
 
 def test_drafts_of_other_checkpoints_are_refused(sparse, checkpoints):
-    with pytest.raises(
-        ValueError, match="--dcp-size 2 .*: a draft of another checkpoint has not been tested"
-    ):
+    text = "--dcp-size 2 .*: a draft of another checkpoint has not been tested"
+    with pytest.raises(ValueError, match=text):
         sparse("fp4", *EAGLE, "--speculative-draft-model-path", checkpoints["dsa3"])
 
 
@@ -111,6 +105,8 @@ def test_prefill_from_stored_rows_is_refused(resolved, monkeypatch):
 
 
 DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
+DECODE = ("--disaggregation-mode", "decode")
+EAGLE3 = ("EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3")
 
 
 @pytest.mark.parametrize(
@@ -121,16 +117,8 @@ DRAFTS = (*STEPS, "--speculative-eagle-topk", "1")
         ("mtp1", ["NEXTN", *DRAFTS], None),
         ("mtp1", ["EAGLE", *DRAFTS, "--enable-hierarchical-cache"], None),
         ("mtp1", ["EAGLE", *DRAFTS, "--disaggregation-mode", "prefill"], None),
-        (
-            "mtp1",
-            ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--enable-hierarchical-cache"],
-            None,
-        ),
-        (
-            "mtp1",
-            ["EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3", "--disaggregation-mode", "decode"],
-            "stores and transfers of its draft are untested",
-        ),
+        ("mtp1", [*EAGLE3, TIER], None),
+        ("mtp1", [*EAGLE3, *DECODE], "stores and transfers of its draft are untested"),
         ("mtp1", ["EAGLE", *DRAFTS, "--speculative-adaptive"], "and --speculative-adaptive: SGLang captures"),
         ("mla", ["DSPARK", *STEPS[-2:]], "and --speculative-algorithm DSPARK: pools of other drafts"),
         ("kda", ["EAGLE", *DRAFTS], "KimiLinearForCausalLM: drafts beside its states"),

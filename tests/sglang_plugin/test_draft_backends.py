@@ -1,14 +1,22 @@
 """Our backends in SGLang's own factories of attention backends, for targets and drafts."""
 
+import inspect
 import sys
 from contextlib import nullcontext
-from functools import partial
-from types import ModuleType, SimpleNamespace
+from functools import partial, partialmethod
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative import draft_utils
+from sglang.srt.speculative import eagle_worker_v2 as eagle
+from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
+from test_dcp_pool import as_rank
 
-from sgl_kvpool.sglang_plugin.hooks import attention, drafts
+from sgl_kvpool.sglang_plugin import hook_groups, hook_points
+from sgl_kvpool.sglang_plugin.hooks import attention, dense_ranks, drafts
 
 OURS = "kvpool_mla"
 
@@ -30,13 +38,9 @@ class Steps(Backend):
 
 @pytest.fixture(autouse=True)
 def cuda_backends(monkeypatch):
-    for name, members in (
-        ("cuda", {"KVPoolMLACudaBackend": Backend}),
-        ("draft", {"KVPoolMultiStepDraftBackend": Steps}),
-    ):
-        module = ModuleType(f"sgl_kvpool.srt.attention.{name}")
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    cuda, draft = (f"sgl_kvpool.srt.attention.{name}" for name in ("cuda", "draft"))
+    monkeypatch.setitem(sys.modules, cuda, SimpleNamespace(KVPoolMLACudaBackend=Backend))
+    monkeypatch.setitem(sys.modules, draft, SimpleNamespace(KVPoolMultiStepDraftBackend=Steps))
 
 
 def runner(draft_backend=None, **changes):
@@ -55,25 +59,14 @@ def runner(draft_backend=None, **changes):
 @pytest.fixture
 def factory(published, monkeypatch):
     """`factory(runner)`: SGLang's factory with our hook, on a server whose backends are ours."""
-    from sglang.srt.speculative import draft_utils
-
-    original = getattr(
-        draft_utils.DraftBackendFactory._create_backend,
-        "__wrapped__",
-        draft_utils.DraftBackendFactory._create_backend,
-    )
-
-    def hooked(self, *args, **kwargs):
-        return drafts._create_draft(original, self, *args, **kwargs)
-
+    original = inspect.unwrap(draft_utils.DraftBackendFactory._create_backend)
+    hooked = partialmethod(partial(drafts._create_draft, original))
     monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", hooked)
     monkeypatch.setattr(draft_utils, "attention_backends", lambda: (OURS, OURS))
     return lambda runner, steps=3: draft_utils.DraftBackendFactory(runner, 1, steps)
 
 
 def test_backends_that_were_named_are_sglangs(factory, monkeypatch):
-    from sglang.srt.speculative import draft_utils
-
     for create in ("decode", "prefill"):
         method = f"_create_triton_{create}_backend"
         made = Steps() if create == "decode" else Backend()
@@ -99,8 +92,6 @@ def test_drafts_of_another_kind_are_told_to_name_a_backend(factory):
 
 def test_queries_that_are_scaled_by_their_position(published, monkeypatch):
     """SGLang multiplies them in the absorbed form, for backends that are not in its list."""
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
     _, separate = attention.name_lists()
     before = list(separate)
@@ -121,8 +112,6 @@ def test_queries_that_are_scaled_by_their_position(published, monkeypatch):
 
 
 def test_names_are_added_in_place_and_once(published):
-    from sgl_kvpool.sglang_plugin import hook_groups, hook_points
-
     before = attention.name_lists()
     old = [list(names) for names in before]
     try:
@@ -150,18 +139,12 @@ PLACED = SimpleNamespace(tp_group=None, disable_cp=False)
 @pytest.fixture
 def scope(published):
     """`scope(PLACED)`: SGLang's scope of a draft with our hook."""
-    from sglang.srt.speculative import eagle_worker_v2 as eagle
-
-    from sgl_kvpool.sglang_plugin.hooks import dense_ranks
-
     original = getattr(eagle.draft_tp_context, "__wrapped__", eagle.draft_tp_context)
     return partial(dense_ranks._draft_tp_context, original)
 
 
 def test_drafts_are_built_and_run_as_on_one_rank(scope):
     """With SGLang's own scopes outside and inside, which are restored, also by an exception."""
-    from sglang.srt.runtime_context import get_parallel
-    from test_dcp_pool import as_rank
 
     def found():
         parallel = get_parallel()
@@ -179,11 +162,6 @@ def test_drafts_are_built_and_run_as_on_one_rank(scope):
 
 def test_sglang_makes_an_adaptive_targets_backends_in_the_scope_of_its_draft(scope, monkeypatch):
     """So its graphs would merge no ranks, and --speculative-adaptive is refused with --dcp-size."""
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.speculative import eagle_worker_v2 as eagle
-    from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
-    from test_dcp_pool import as_rank
-
     ranks, worker = [], object.__new__(eagle.EAGLEWorkerV2)
     vars(worker).update(
         speculative_num_steps=3, speculative_num_draft_tokens=4, device="cpu", gpu_id=0,

@@ -59,20 +59,17 @@ def test_rows_that_prefill_does_not_read(serve, monkeypatch):
 # -------------------------------------------------------------------- the fix alone
 
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-WRONG = [
-    (*FP8, *pair("flashmla_sparse", "flashmla_sparse")),
-    (*FP8, *pair("flashmla_kv", "fa3")),
-    (*FP8, *pair("flashmla_sparse", "trtllm")),
-]
 
 
-@pytest.mark.parametrize("argv", WRONG)
-def test_the_fix_alone_refuses_what_stock_servers_fail_with(serve, argv, monkeypatch):
+@pytest.mark.parametrize(
+    "names", [("flashmla_sparse", "flashmla_sparse"), ("flashmla_kv", "fa3"), ("flashmla_sparse", "trtllm")]
+)
+def test_the_fix_alone_refuses_what_stock_servers_fail_with(serve, names, monkeypatch):
+    argv = (*FP8, *pair(*names))
     serve(None, *argv)  # SGLang as it is finds nothing wrong with it
     monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
-    with pytest.raises(
-        ValueError, match="cannot read rows of KV cache layout fp8.*; use --dsa-prefill-backend"
-    ):
+    text = "cannot read rows of KV cache layout fp8.*; use --dsa-prefill-backend"
+    with pytest.raises(ValueError, match=text):
         serve(None, *argv)
 
 
@@ -105,12 +102,8 @@ def test_a_disaggregated_server_is_checked_for_both_sides(serve, monkeypatch, ro
     serve("fp8_block_scale", *pair("flashmla_sparse", "flashmla_kv"), "--disaggregation-mode", role)
 
 
-def test_the_fix_does_not_reach_ray_actors(serve, monkeypatch):
-    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
-    with pytest.raises(ValueError, match="--use-ray does not work with KVPOOL_FIX_TOPK=1"):
-        serve(None, "--use-ray")
-
-
-def test_dense_models_do_not_mind_the_fix(serve, monkeypatch):
+def test_the_fix_does_not_reach_ray_actors_and_dense_models_do_not_mind_it(serve, monkeypatch):
     monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     assert serve(None, model="mla").kv_cache_dtype == "auto"
+    with pytest.raises(ValueError, match="--use-ray does not work with KVPOOL_FIX_TOPK=1"):
+        serve(None, "--use-ray")

@@ -1,5 +1,6 @@
 """Environment variables: those of sgl-kvpool, and unknown names with its prefix."""
 
+import os
 import re
 from pathlib import Path
 
@@ -26,11 +27,8 @@ WRONG_NAMES = {
 @pytest.fixture
 def environment(monkeypatch):
     """`environment(name=value, ...)`: removes all variables of sgl-kvpool except these."""
-    import os
-
-    for name in list(os.environ):
-        if "KVPOOL_" in name:
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if "KVPOOL_" in name]:
+        monkeypatch.delenv(name)
 
     def set_variables(**variables):
         for name, value in variables.items():

@@ -3,12 +3,13 @@
 import pytest
 from codec_oracle import HOST_LAYOUTS, ROW_BYTES
 
+from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
+from sgl_kvpool.sglang_plugin.options import config_of
+
 HICACHE = "--enable-hierarchical-cache"
 
 
 def options(args):
-    from sgl_kvpool.sglang_plugin.options import config_of
-
     found = config_of(args).host_tier
     return found.layout, found.engine
 
@@ -30,16 +31,9 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
         arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "variable"),
-    [
-        ("--kv-host-layout", "fp4", "KVPOOL_KV_HOST_LAYOUT"),
-        ("--kv-host-engine", "cpu", "KVPOOL_KV_HOST_ENGINE"),
-    ],
-)
-def test_they_need_a_layout_and_a_host_tier(
-    arranged, resolve, checkpoints, monkeypatch, flag, value, variable
-):
+@pytest.mark.parametrize(("name", "value"), [("layout", "fp4"), ("engine", "cpu")])
+def test_they_need_a_layout_and_a_host_tier(arranged, resolve, checkpoints, monkeypatch, name, value):
+    flag, variable = f"--kv-host-{name}", f"KVPOOL_KV_HOST_{name.upper()}"
     text = rf"^{flag} {value} \(or {variable}\) does nothing without --enable-hierarchical-cache; add that"
     with pytest.raises(ValueError, match=text):
         arranged(None, flag, value, layout="bf16")
@@ -52,28 +46,17 @@ def test_they_need_a_layout_and_a_host_tier(
 
 
 def test_what_the_server_says_of_itself(arranged):
-    from sgl_kvpool.sglang_plugin.hooks.launching import layout_info
-
     args = arranged(None, HICACHE, "--kv-host-layout", "fp4", layout="bf16")
     assert layout_info(args)["kv_host_layout"] == "fp4"
     assert layout_info(arranged(None, HICACHE, layout="fp8"))["kv_host_layout"] == "fp8"
     assert "kv_host_layout" not in layout_info(arranged(None, layout="fp8"))
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "refused"),
-    [
-        ("dsa", "fp8_block_scale", False),
-        ("dsa-rank256", "bf16", False),
-        ("dsa-rank256", "fp8_block_scale", True),
-    ],
-)
-def test_rows_of_sparse_models_that_are_not_converted(resolve, checkpoints, model, layout, refused):
+def test_rows_of_sparse_models_that_are_not_converted(serve):
     """264 is not a multiple of the bytes that conversions load at once."""
-    argv = ("--kv-cache-layout", layout, HICACHE, "--kv-host-layout", "fp4")
-    if not refused:
-        assert resolve(checkpoints[model], *argv, device="cuda").enable_hierarchical_cache
-        return
+    argv = (HICACHE, "--kv-host-layout", "fp4")
+    for model, layout in (("dsa", "fp8_block_scale"), ("dsa-rank256", "bf16")):
+        assert serve(model, layout, *argv).enable_hierarchical_cache
     text = "--kv-host-layout fp4 does not work: .*264: .*multiple of 16 bytes.*; use same$"
     with pytest.raises(ValueError, match=text):
-        resolve(checkpoints[model], *argv, device="cuda")
+        serve("dsa-rank256", "fp8_block_scale", *argv)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from codec_oracle import LAYOUTS, PACKED
 from pools import ARRANGEMENTS
-from test_server_args import view
+from refused import SHORT
+from sglang.srt.arg_groups.overrides import resolving_view as view
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import KVPoolConfig
@@ -36,17 +37,14 @@ def test_every_layout_and_arrangement_on_the_cpu(arranged, layout, arrangement):
         ("@store.yaml", "ScannerError: "),
     ],
 )
-def test_a_stores_configuration_that_sglang_cannot_read(
-    arranged, tmp_path, monkeypatch, text, reason, store, sharing
-):
-    """The schedulers would end with it. Its values, which may be keys, are not shown."""
+def test_a_store_that_sglang_cannot_read(arranged, tmp_path, monkeypatch, text, reason, store, sharing):
+    """The schedulers would end with its configuration, whose values may be keys, which are not shown."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "store.yaml").write_text("key: 'secret")
     given = ("--hicache-storage-backend", store, "--hicache-storage-backend-extra-config", text)
     flag = "--hicache-storage-backend-extra-config cannot be read"
-    with pytest.raises(
-        ValueError, match=rf"(?s)^{flag} \({reason}.*; give a JSON object, or @ and"
-    ) as refused:
+    said = rf"(?s)^{flag} \({reason}.*; give a JSON object, or @ and"
+    with pytest.raises(ValueError, match=said) as refused:
         arranged(None, HICACHE, *given, *sharing)
     assert "secret" not in str(refused.value)
     assert arranged(None, HICACHE, *given[2:])  # SGLang reads it with a store only
@@ -58,18 +56,18 @@ def test_without_a_host_tier_or_without_a_layout_the_page_size_is_sglangs(arrang
 
 
 @pytest.mark.parametrize(
-    ("argv", "text"),
+    ("flag", "value", "text"),
     [
         *(
-            (("--hicache-ratio", bad), f"--hicache-ratio {float(bad)} is not a valid number")
+            ("--hicache-ratio", bad, f"{float(bad)} is not a valid number")
             for bad in ("0", "-2", "nan", "inf")
         ),
-        (("--hicache-size", "-3"), "--hicache-size -3 is not a valid number of GB"),
+        ("--hicache-size", "-3", "-3 is not a valid number of GB"),
     ],
 )
-def test_invalid_numbers_are_refused(arranged, argv, text):
-    with pytest.raises(ValueError, match=f"^{text}"):
-        arranged(None, HICACHE, *argv, layout="fp4")
+def test_invalid_numbers_are_refused(arranged, flag, value, text):
+    with pytest.raises(ValueError, match=f"^{flag} {text}"):
+        arranged(None, HICACHE, flag, value, layout="fp4")
 
 
 def test_a_size_makes_the_ratio_unimportant(arranged):
@@ -78,10 +76,7 @@ def test_a_size_makes_the_ratio_unimportant(arranged):
     assert (found.page_size, found.hicache_mem_layout) == (64, "page_first")
 
 
-OFFLOAD = (
-    *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-offload-kvcache"),
-    *("--hicache-storage-backend", "file"),
-)
+OFFLOAD = ("--disaggregation-mode", "decode", *SHORT["OFFLOAD"])
 
 
 def test_a_decode_server_that_offloads_has_a_tier(arranged):

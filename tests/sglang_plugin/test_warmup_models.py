@@ -18,9 +18,8 @@ def test_shapes_of_checkpoints(checkpoints, tmp_path):
     alone = tmp_path / "a file.json"
     alone.write_text((Path(checkpoints["mla3"]) / "config.json").read_text())
     assert served == model_of(find_model(str(alone)))
-    alone.write_text(
-        json.dumps({**json.loads((Path(checkpoints["dsa"]) / "config.json").read_text()), "index_topk": 64})
-    )
+    sparse = json.loads((Path(checkpoints["dsa"]) / "config.json").read_text())
+    alone.write_text(json.dumps({**sparse, "index_topk": 64}))
     assert model_of(find_model(str(alone))).top_k == 64
     assert served.layouts == tuple(MLAKVCacheLayout)
     assert served.arrangement is KVArrangement.LAYER_MAJOR
