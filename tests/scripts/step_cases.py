@@ -7,12 +7,14 @@ import sys
 import textwrap
 from dataclasses import asdict
 
-from scripts.kit.environment import ROOT
+from scripts.kit.environment import ROOT, Machine
 from scripts.kit.records import Measurement
 from scripts.kit.runner import Step
 from scripts.servers.server_steps import measurements
 
 GOOD = Measurement("answer", 42.0, "s", "fact")
+#: A machine with a GPU, torch and what tests need, without SGLang.
+ONLY_TORCH = Machine(("NVIDIA H200",), frozenset({"pytest", "numpy", "ml_dtypes", "triton", "tvm_ffi"}))
 
 
 def step(name, code, *, limit_s=30.0, parse=measurements, **more):

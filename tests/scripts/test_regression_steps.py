@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from step_cases import ONLY_TORCH
 
 from scripts.h100_regression import main, options_of, parser
 from scripts.kit.environment import OPTIONAL_MODULES, ROOT, Machine
@@ -14,12 +16,8 @@ from scripts.servers.request import PARTS, Request
 from scripts.servers.shapes import LAYOUTS, random_shapes
 from scripts.servers.steps import Options, all_steps, choose, first_light_steps
 
-EVERYTHING = Machine(
-    gpus=("NVIDIA H100 80GB HBM3",) * 2, modules=frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True
-)
-NAMES = ("pytest", "numpy", "ml_dtypes", "triton", "tvm_ffi")
-ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset(NAMES))
-NO_GPU = Machine(modules=EVERYTHING.modules, has_plugin=True)
+NO_GPU = Machine(modules=frozenset(OPTIONAL_MODULES), has_plugin=True)
+EVERYTHING = replace(NO_GPU, gpus=("NVIDIA H100 80GB HBM3",) * 2, has_fa3=True)
 CORE = ["tests-codec", "tests-mla_decode", "tests-transfer", "codec", "attention", "transfer"]
 
 
@@ -82,9 +80,8 @@ def test_layouts_bring_what_they_are_compared_with(tmp_path):
     names = [n for n in steps(layouts=("fp4",)) if n.startswith("serve-v3-") and "_major" not in n]
     assert names == ["serve-v3-stock", "serve-v3-bf16", "serve-v3-fp4"]
     chosen = choose(list(steps().values()), ["serve-kimi-fp4-token_major"])
-    assert [step.name for step in chosen] == [
-        *("model-kimi", "serve-kimi-stock", "serve-kimi-bf16", "serve-kimi-fp4", "serve-kimi-fp4-token_major")
-    ]
+    served = [f"serve-kimi-{name}" for name in ("stock", "bf16", "fp4", "fp4-token_major")]
+    assert [step.name for step in chosen] == ["model-kimi", *served]
     with pytest.raises(ValueError, match=r"--only serve-v4: no step has such a name; there are tests-codec"):
         choose(list(steps().values()), ["serve-v4"])
 

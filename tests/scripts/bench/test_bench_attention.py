@@ -43,12 +43,17 @@ class Fake(Runner):
         return replace(prepared, calls=[lambda call=call: self.result(call) for call in prepared.calls])
 
 
-def measured(result=lambda call: call(), device=None, case=CASE, **options):
-    """The row of the smallest dense workload."""
+def started():
     bench = Attention(Namespace(quick=False, device="cpu"))
     bench.start()
+    return bench
+
+
+def measured(result=lambda call: call(), device=None, case=CASE, runner="kvpool", **options):
+    """The row of the smallest dense workload."""
+    bench = started()
     bench.device = device or CpuDevice(rounds=1)
-    bench.runners["kvpool"] = Fake(result, **options)
+    bench.runners[runner] = Fake(result, **options)
     return result_of(bench, case)
 
 
@@ -114,18 +119,13 @@ def test_our_kernel_is_wrong_if_it_cannot_be_captured(error, runner, status):
         def graph_us(self, calls):
             raise error
 
-    bench = Attention(Namespace(quick=False, device="cpu"))
-    bench.start()
-    bench.device = Graphs()
-    bench.runners[runner] = Fake(lambda call: call())
-    row = result_of(bench, {**CASE, "runner": runner})
+    row = measured(device=Graphs(), case={**CASE, "runner": runner}, runner=runner)
     assert row["status"] == status
     assert str(error) in row["no_graph" if status == "measured" else "reason"]
 
 
 def test_our_kernel_is_right_on_every_workload_and_layout():
-    bench = Attention(Namespace(quick=False, device="cpu"))
-    bench.start()
+    bench = started()
     ours = [case for case in cases(CPU_GRID) if case["runner"] == "kvpool"]
     assert {case["layout"] for case in ours} == {layout.value for layout in MLAKVCacheLayout}
     assert {case["kind"] for case in ours} == {"dense", "sparse", "whole_pool"}
@@ -167,6 +167,9 @@ def parameters(package, file, name):
     return positional, [a.arg for a in arguments.kwonlyargs], needed
 
 
+FLASHMLA = "flash_mla_with_kvcache"
+
+
 @pytest.mark.parametrize(
     ("called", "package", "file", "name"),
     [
@@ -175,12 +178,7 @@ def parameters(package, file, name):
         ("self.wrapper", "flashinfer", "mla/_batch_mla/_wrapper.py", "__init__"),
         ("wrapper.plan", "flashinfer", "mla/_batch_mla/_wrapper.py", "plan"),
         ("wrapper.run", "flashinfer", "mla/_batch_mla/_wrapper.py", "run"),
-        (
-            "self.module.flash_mla_with_kvcache",
-            "flash_mla",
-            "flash_mla_interface.py",
-            "flash_mla_with_kvcache",
-        ),
+        (f"self.module.{FLASHMLA}", "flash_mla", "flash_mla_interface.py", FLASHMLA),
     ],
 )
 def test_peers_are_called_with_what_they_take(called, package, file, name):
