@@ -1,8 +1,9 @@
-"""Programs that have ended, and processes that still run, as tests ask for them."""
+"""Programs that have ended, processes that still run, and waiting for a condition, as tests ask for them."""
 
 import os
 import subprocess
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -22,17 +23,18 @@ def alive(pid: int) -> bool:
 
 def ended(pid: int, seconds: float = 5.0) -> bool:
     """Whether a process ends within so many seconds."""
+    return holds(lambda: not alive(pid), seconds)
+
+
+def holds(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether a condition holds within so many seconds."""
     deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not alive(pid)
+    return bool(found)
 
 
 def naming(text: str) -> list[str]:
     """Command lines of other living processes that hold a text."""
-    found = [
-        " ".join(one.info["cmdline"] or ())
-        for one in psutil.process_iter(["cmdline"])
-        if one.pid != os.getpid()
-    ]
-    return [words for words in found if text in words]
+    others = (one for one in psutil.process_iter(["cmdline"]) if one.pid != os.getpid())
+    return [words for one in others if text in (words := " ".join(one.info["cmdline"] or ()))]

@@ -53,12 +53,9 @@ def rank_of(manager_of, monkeypatch, mode, layout, page_size, pages, device, dcp
     from sglang.srt.disaggregation.mooncake import conn
 
     monkeypatch.setattr(conn, "get_mooncake_transfer_engine", Engine)
-    pool, draft = (
-        pool_of(layout, page_size=page_size * n, pages=pages, layers=layers, device=device, **replicated)
-        for n, layers, replicated in (
-            (1, LAYERS, {}), (dcp_size, 1, {"dcp_replicated": dcp_size > 1})
-        )
-    )  # fmt: skip
+    of_both = {"pages": pages, "device": device}
+    pool = pool_of(layout, page_size=page_size, **of_both)
+    draft = pool_of(layout, page_size=page_size * dcp_size, layers=1, dcp_replicated=dcp_size > 1, **of_both)
     for layer in (*pool.kv_buffer, *draft.kv_buffer):
         rows = layer.view(torch.uint8)
         random = torch.randint(0, 256, rows.shape, dtype=torch.uint8)

@@ -15,6 +15,9 @@ from pools import LAYERS, device_pool
 
 from sgl_kvpool.commands.processes.server import free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import hook_groups
+from sgl_kvpool.sglang_plugin import options as record
+from sgl_kvpool.sglang_plugin.hooks import pools
 
 #: Layouts of a prefill and of a decode server: each with itself, and with the next one.
 PAIRS = [(LAYOUTS[i], LAYOUTS[(i + n) % len(LAYOUTS)]) for n in (0, 1) for i in range(len(LAYOUTS))]
@@ -70,9 +73,6 @@ def manager_of(bootstrap, no_groups, published, kept_context, monkeypatch):
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin import hook_groups
-    from sgl_kvpool.sglang_plugin import options as record
-
     monkeypatch.setattr(record, "_requested", set())
     hook_groups.apply(hook_groups.named("disaggregation"))
     classes = {KVClassType.KVARGS: KVArgs}
@@ -89,10 +89,8 @@ def manager_of(bootstrap, no_groups, published, kept_context, monkeypatch):
         classes[KVClassType.MANAGER] = manager
         model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
         if with_rows is not None:  # a hybrid model; its other layers have states
-            model = SimpleNamespace(
-                num_hidden_layers=2 * LAYERS,
-                hf_text_config=SimpleNamespace(full_attention_layer_ids=with_rows),
-            )
+            config = SimpleNamespace(full_attention_layer_ids=with_rows)
+            model = SimpleNamespace(num_hidden_layers=2 * LAYERS, hf_text_config=config)
         args = ServerArgs(
             model_path="dummy", device=pool.device, host="127.0.0.1", page_size=pool.page_size,
             disaggregation_mode=mode, disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
@@ -107,6 +105,7 @@ def manager_of(bootstrap, no_groups, published, kept_context, monkeypatch):
         shown = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype]
         if layout is None and shown == "bfloat16" and not pool.use_dsa:
             shown = args.kv_cache_dtype  # SGLang does not resolve the argument of a dense server
+        runner = SimpleNamespace(kv_cache_dtype_str=shown if says_dtype else None)
         queue = object.__new__(queues[mode])
         vars(queue).update(
             transfer_backend=TransferBackend.MOONCAKE, tp_rank=rank, pp_rank=0, is_mla_backend=True,
@@ -114,10 +113,7 @@ def manager_of(bootstrap, no_groups, published, kept_context, monkeypatch):
             metadata_buffers=MetadataBuffers(4, 16, torch.float32, 0),
             scheduler=SimpleNamespace(
                 rust_server=None, server_args=args, enable_hisparse=False,
-                tp_worker=SimpleNamespace(
-                    model_runner=SimpleNamespace(kv_cache_dtype_str=shown if says_dtype else None)
-                ),
-                model_config=model,
+                tp_worker=SimpleNamespace(model_runner=runner), model_config=model,
             ),
         )  # fmt: skip
         kept.append(queue)  # its buffers, of which the manager has addresses
@@ -134,11 +130,8 @@ def manager_of(bootstrap, no_groups, published, kept_context, monkeypatch):
 
 def pool_of(layout, make=device_pool, **extra):
     """A pool after our hook of SGLang's builder."""
-    from sgl_kvpool.sglang_plugin import options
-    from sgl_kvpool.sglang_plugin.hooks import pools
-
     decided = SimpleNamespace()
-    options.record(decided, is_decided=True, layout=MLAKVCacheLayout(layout))
+    record.record(decided, is_decided=True, layout=MLAKVCacheLayout(layout))
     builder = SimpleNamespace(server_args=decided, use_mla_backend=True, is_draft_worker=True)
     pool = make(layout, **extra)
     return pools._build_token_to_kv_pool(lambda self, **_: pool, builder, sizes=None)

@@ -1,13 +1,12 @@
 """Prefill and decode servers: what SGLang's own queues describe to peers, and what peers compare.
 
-Both managers are SGLang's `CommonKVManager`, the base class of the managers of all transfer engines except
-`fake`, with the arguments that SGLang's queues pass for real pools; the bootstrap server is SGLang's, over
-HTTP. Only the engines' own part, the copy, is replaced by `ctypes.memmove`.
+Of managers.py's managers and bootstrap server, only the engines' copy is replaced, by `ctypes.memmove`.
 """
 
 import ctypes
 import inspect
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,14 @@ import torch
 from codec_oracle import LAYOUTS, NARROW
 from managers import PAIRS, STRINGS, pool_of
 from pools import GUARD, LAYERS, START, device_pool, fill, rows
+from sglang.srt.disaggregation import common
+from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
+from sglang.srt.disaggregation.utils import TransferBackend, kv_layout_signature
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel, get_server_args
 from shown import SHOWN
+
+from sgl_kvpool.srt.peers import rows_name
 
 # -------------------------------------------------------------------- the handshake
 
@@ -24,9 +30,6 @@ from shown import SHOWN
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rows_are_in_what_peers_compare(manager_of, mode, layout):
-    from sglang.srt.disaggregation.utils import kv_layout_signature
-    from sglang.srt.runtime_context import get_server_args
-
     manager = manager_of(mode, pool_of(layout))
     assert manager.kv_cache_dtype_str == manager.kv_args.kv_cache_dtype_str == STRINGS[layout]
     # A second manager of the same arguments has the same name.
@@ -46,15 +49,13 @@ def test_all_pairs_of_layouts(manager_of, bootstrap, prefill, decode):
         assert peer.try_ensure_parallel_info(bootstrap)
         assert peer.prefill_info_table[bootstrap].kv_cache_dtype == STRINGS[prefill]
         return
-    named = [
-        f"rows of layout {x} ({STRINGS[x]})" if x != "bf16" else "SGLang's own rows (auto)"
-        for x in (prefill, decode)
-    ]
+    shown = {x: f"rows of layout {x} ({STRINGS[x]})" for x in NARROW}
+    theirs, ours = (shown.get(x, "SGLang's own rows (auto)") for x in (prefill, decode))
     with pytest.raises(RuntimeError) as error:
         peer.try_ensure_parallel_info(bootstrap)
     assert str(error.value) == (
-        f"KV cache layout mismatch: the prefill server at {bootstrap} stores {named[0]}, and this decode "
-        f"server stores {named[1]}. Start both with the same --kv-cache-layout, model, checkpoint, draft "
+        f"KV cache layout mismatch: the prefill server at {bootstrap} stores {theirs}, and this decode "
+        f"server stores {ours}. Start both with the same --kv-cache-layout, model, checkpoint, draft "
         "model (--speculative-algorithm) and release of sgl-kvpool; bf16 also works with servers that do not "
         "have it."
     )
@@ -110,13 +111,9 @@ def test_names_of_bf16_rows(manager_of, bootstrap, layout, prefill, decode, fits
     manager_of("prefill", pool_of("bf16"), layout=layout, kv_cache_dtype=prefill)
     of_model = {"model_dtype": torch.float16} if decode == "float16" else {"kv_cache_dtype": decode}
     peer = manager_of("decode", pool_of("bf16"), **of_model)
-    if fits:
+    text = "has kv_cache_dtype=bfloat16.*must use the same --kv-cache-dtype"
+    with nullcontext() if fits else pytest.raises(RuntimeError, match=text):
         assert peer.try_ensure_parallel_info(bootstrap)
-    else:
-        with pytest.raises(
-            RuntimeError, match="has kv_cache_dtype=bfloat16.*must use the same --kv-cache-dtype"
-        ):
-            peer.try_ensure_parallel_info(bootstrap)
 
 
 def test_another_version_of_the_rows_is_refused(manager_of, bootstrap, monkeypatch):
@@ -125,9 +122,8 @@ def test_another_version_of_the_rows_is_refused(manager_of, bootstrap, monkeypat
     with monkeypatch.context() as other:
         other.setattr(layout, "FORMAT_VERSION", layout.FORMAT_VERSION + 1)
         manager_of("prefill", pool_of("fp4"))
-    with pytest.raises(
-        RuntimeError, match=r"b416-v2\), and this.*b416-v1\)\. Start both with the same.*release of"
-    ):
+    text = r"b416-v2\), and this.*b416-v1\)\. Start both with the same.*release of"
+    with pytest.raises(RuntimeError, match=text):
         manager_of("decode", pool_of("fp4")).try_ensure_parallel_info(bootstrap)
 
 
@@ -145,20 +141,12 @@ def test_k_scales_are_compared(manager_of, bootstrap, prefill, decode, equal):
     """A server divides fp8 rows by its k_scales, and its peer multiplies by the peer's own."""
     manager_of("prefill", pool_of("fp8", k_scales=prefill))
     peer = manager_of("decode", pool_of("fp8", k_scales=decode))
-    if equal:
+    text = r"b576-v1-k[0-9a-f]{8}\).*Start both with the same .*model, checkpoint"
+    with nullcontext() if equal else pytest.raises(RuntimeError, match=text):
         assert peer.try_ensure_parallel_info(bootstrap)
-        return
-    with pytest.raises(
-        RuntimeError, match=r"b576-v1-k[0-9a-f]{8}\).*Start both with the same .*model, checkpoint"
-    ):
-        peer.try_ensure_parallel_info(bootstrap)
 
 
 def test_k_scales_of_a_pipeline_stage_cannot_be_compared(published):
-    from sglang.srt.runtime_context import get_parallel
-
-    from sgl_kvpool.srt.peers import rows_name
-
     scaled = device_pool("fp8", k_scales={START: 0.5})
     with get_parallel().override(pp_size=2):
         assert rows_name([device_pool("fp8")]) == "fp8-r512-p64-b576-v1"
@@ -203,8 +191,6 @@ def test_a_draft_with_other_rows_is_compared_too(manager_of, bootstrap):
 
 
 def test_a_draft_of_another_kind_keeps_its_pool(manager_of):
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
     draft = MHATokenToKVPool(
         size=16, page_size=4, dtype=torch.float8_e4m3fn, head_num=1, head_dim=8, layer_num=1, device="cpu",
         enable_memory_saver=False,
@@ -226,13 +212,10 @@ def test_a_pool_that_is_not_ours_is_noticed(manager_of):
 
 def send(source, target, source_pages, target_pages):
     """Copy pages as SGLang's engines do for MLA: its pairs of buffers, its runs of pages, our memmove."""
-    from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
-
     pages = (np.array(numbers, dtype=np.int32) for numbers in (source_pages, target_pages))
     runs = list(zip(*group_concurrent_contiguous(*pages), strict=True))
-    ours, theirs, layers = source.get_mla_kv_ptrs_with_pp(
-        source.kv_args.kv_data_ptrs, target.kv_args.kv_data_ptrs
-    )
+    pointers = (side.kv_args.kv_data_ptrs for side in (source, target))
+    ours, theirs, layers = source.get_mla_kv_ptrs_with_pp(*pointers)
     assert len(ours) == len(theirs) == layers
     for src, dst, page_bytes in zip(ours, theirs, source.kv_args.kv_item_lens, strict=True):
         for first, second in runs:
@@ -260,22 +243,17 @@ def test_stages_of_a_prefill_server_fill_the_layers_of_a_decode_server(manager_o
 
 # -------------------------------------------------------------------- SGLang's engines
 
-
 #: Engines that transfer; `fake` transfers nothing. SGLang's list is compared with them.
 ENGINES = ["mooncake", "nixl", "mori", "ascend"]
 
 
 def test_these_are_sglangs_engines():
-    from sglang.srt.disaggregation.utils import TransferBackend
-
     assert {backend.value for backend in TransferBackend} == {*ENGINES, "fake"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_transfer_engines_manager_is_hooked(engine):
     """Checked in the source, because mori's manager imports a library that is not installed here."""
-    from sglang.srt.disaggregation import common
-
     source = (Path(common.__file__).parent.parent / engine / "conn.py").read_text()
     (bases,) = re.findall(r"^class \w+KVManager\((.*)\):$", source, re.MULTILINE)
     assert bases.split(", ")[-1] == ("MooncakeKVManager" if engine == "ascend" else "CommonKVManager")

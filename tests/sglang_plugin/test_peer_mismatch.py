@@ -1,6 +1,7 @@
 """Requests of a prefill server with other rows, through SGLang's queue, receivers and sockets."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -12,7 +13,11 @@ from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from live_processes import holds
 from managers import STRINGS, pool_of
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVReceiver, KVTransferError
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
 from sgl_kvpool.sglang_plugin.hooks import peer_mismatch
 from sgl_kvpool.srt import peers
@@ -22,20 +27,11 @@ class Decode:
     """A decode server's queue, with the attributes that `_ensure_prefill_info` reads."""
 
     def __init__(self, manager):
-        from sglang.srt.disaggregation.decode import DecodePreallocQueue
-
         self.queue = object.__new__(DecodePreallocQueue)
-        vars(self.queue).update(
-            kv_manager=manager,
-            _ensure_last_attempt_time={},
-            _ensure_retry_count={},
-            _ensure_retry_interval=0.0,
-            _max_ensure_retries=3,
-        )
+        vars(self.queue).update(kv_manager=manager, _ensure_last_attempt_time={}, _ensure_retry_count={})
+        vars(self.queue).update(_ensure_retry_interval=0.0, _max_ensure_retries=3)
 
     def request(self, address, room):
-        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
         class Receiver(CommonKVReceiver):
             """Without the methods that engines add, which are not called."""
 
@@ -65,10 +61,7 @@ class Decode:
 
 def told(manager, *rooms, seconds=5):
     """Rooms that a prefill server's rank is told to abort, in order, until it was told all of `rooms`."""
-    from sglang.srt.disaggregation.common.conn import AbortNotification
-
-    found = []
-    until = time.monotonic() + seconds
+    found, until = [], time.monotonic() + seconds
     while time.monotonic() < until and not (rooms and set(rooms) <= set(found)):
         if manager.server_socket.poll(50):
             found.append(AbortNotification.from_zmq(manager.server_socket.recv_multipart()).room)
@@ -77,8 +70,6 @@ def told(manager, *rooms, seconds=5):
 
 def failure(request):
     """The text with which SGLang fails a request."""
-    from sglang.srt.disaggregation.common.conn import KVTransferError
-
     with pytest.raises(KVTransferError) as error:
         request.kv_receiver.failure_exception()
     assert not error.value.is_from_another_rank
@@ -88,11 +79,6 @@ def failure(request):
 def logged(caplog):
     """What SGLang and we have logged; asyncio complains of bootstrap servers of tests before."""
     return [record.getMessage() for record in caplog.records if record.name != "asyncio"]
-
-
-@pytest.fixture(autouse=True)
-def _no_other_peers(monkeypatch):
-    monkeypatch.setattr(peer_mismatch, "_peers", {})
 
 
 @pytest.fixture
@@ -119,12 +105,10 @@ def peer():
                 text = (json.dumps(answer) if body is None or answer is here else body).encode()
                 self.send_response(200)
                 self.end_headers()
-                try:
+                with contextlib.suppress(OSError):  # the decode server has hung up
                     for part in [text[n : n + 1] for n in range(len(text))] if seconds else [text]:
                         time.sleep(seconds)
                         self.wfile.write(part)
-                except OSError:
-                    pass  # the decode server has hung up
 
             def log_message(self, *_):
                 pass
@@ -140,10 +124,11 @@ def peer():
         server.server_close()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """Failures that are counted: (kind, text)."""
+    """Failures that are counted: (kind, text), and no peers of another test."""
     found = []
+    monkeypatch.setattr(peer_mismatch, "_peers", {})
     monkeypatch.setattr(peer_mismatch.metrics, "failed", lambda kind, what: found.append((kind, what)))
     return found
 
@@ -155,8 +140,6 @@ def pair(manager_of):
 
 
 def test_a_request_fails_and_its_prefill_server_is_told(pair, bootstrap, counted):
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
     prefill, decode = pair
     one, two = (decode.request(bootstrap, room) for room in (71, 72))
     began = time.monotonic()
@@ -174,32 +157,29 @@ def test_a_request_fails_and_its_prefill_server_is_told(pair, bootstrap, counted
     assert [(kind, what[:8]) for kind, what in counted] == [("peer_mismatch", f"room {n}:") for n in (71, 72)]
 
 
-def test_a_request_that_another_rank_fails_has_the_text(pair, bootstrap, counted):
+def test_a_request_that_another_rank_fails_has_the_text(pair, bootstrap):
     """Ranks of a decode server hear of a mismatch one by one; the first to fail a request fails it on all."""
-    _, decode = pair
+    decode, until = pair[1], time.monotonic() + peer_mismatch._HELD_SECONDS / 2
     request = decode.request(bootstrap, 71)
-    until = time.monotonic() + peer_mismatch._HELD_SECONDS / 2
     while time.monotonic() < until:
         assert decode.ensure({bootstrap: [request]}) == ({}, [request])
     assert failure(request).startswith("KV cache layout mismatch: ")
 
 
 @pytest.mark.parametrize(("by_room", "ranks"), [(True, [71 % 4]), (False, [0, 1, 2, 3])])
-def test_one_rank_of_each_group_that_may_have_a_request_is_told(pair, peer, counted, by_room, ranks):
+def test_one_rank_of_each_group_that_may_have_a_request_is_told(pair, peer, by_room, ranks):
     """SGLang's prefill server fails a request on all attention ranks and stages if the first one fails it."""
     prefill, decode = pair
     address, asked = peer(prefill, dp_size=4, attn_tp_size=8, pp_size=2, follow_bootstrap_room=by_room)
     assert decode.settled({address: [decode.request(address, 71)]}) == set()
     assert told(prefill, 71) == [71]
     expected = [(-1, -1, -1, -1), *((rank, 0, 0, 0) for rank in ranks)]
-    until = time.monotonic() + 5
-    while len(asked) < len(expected) and time.monotonic() < until:
-        time.sleep(0.02)
+    assert holds(lambda: len(asked) >= len(expected), 5)
     assert sorted(asked) == expected
 
 
 @pytest.mark.parametrize("slow", [{"drip": 1.0}, {"drip": 600.0}, {"ranks_drip": 1.0}], ids=str)
-def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatch, slow):
+def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, monkeypatch, slow):
     """SGLang's request has a timeout for each read, which a byte a second never reaches."""
     prefill, decode = pair
     decode.queue._max_ensure_retries = 1
@@ -208,9 +188,7 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
     fit, _ = peer(decode.queue.kv_manager)
     requests = {a: [decode.request(a, 80 + n)] for n, a in enumerate([*slow_ones, fit, bootstrap])}
     began = time.monotonic()
-    while fit not in decode.ensure(requests)[0]:
-        assert time.monotonic() - began < 1
-        time.sleep(0.02)
+    assert holds(lambda: fit in decode.ensure(requests)[0], 1)
     del requests[fit]
     assert decode.settled(requests) == set()
     assert time.monotonic() - began < 4
@@ -218,7 +196,7 @@ def test_slow_peers_delay_nobody_else(pair, bootstrap, peer, counted, monkeypatc
     assert sum(thread.name == "kvpool-peers" for thread in threading.enumerate()) == 1
 
 
-def test_no_more_threads_can_be_started(pair, bootstrap, counted, monkeypatch):
+def test_no_more_threads_can_be_started(pair, bootstrap, monkeypatch):
     """Neither asking a prefill server nor notifying one ends the scheduler's loop."""
     _, decode = pair
     asked, refused = decode.request(bootstrap, 71), decode.request("127.0.0.1:1", 72)
@@ -233,17 +211,14 @@ def test_no_more_threads_can_be_started(pair, bootstrap, counted, monkeypatch):
     assert failure(refused) == "other rows"
 
 
-def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch):
+def test_notifications_are_bounded(pair, bootstrap, caplog, monkeypatch):
     """Nobody takes them at the address of a rank that has ended; requests fail all the same."""
     prefill, decode = pair
     prefill.server_socket.close(0)
     monkeypatch.setattr(peers, "_notified", asyncio.Semaphore(3))
     requests = [decode.request(bootstrap, room) for room in range(71, 171)]
     assert decode.settled({bootstrap: requests}, seconds=4) == set()
-    until = time.monotonic() + 5
-    while caplog.text.count("is not notified of a refused request") < 97:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert holds(lambda: caplog.text.count("is not notified of a refused request") >= 97, 5)
     assert "others are being notified" in caplog.text
 
 
@@ -262,7 +237,7 @@ def test_notifications_are_bounded(pair, bootstrap, counted, caplog, monkeypatch
     ],
     ids=lambda answer: ascii(answer)[:60],
 )
-def test_whatever_a_peer_answers_fails_its_own_requests(manager_of, peer, counted, caplog, answer):
+def test_whatever_a_peer_answers_fails_its_own_requests(manager_of, peer, caplog, answer):
     """SGLang makes lists of its numbers, and asks values for their keys, in the scheduler's loop."""
     caplog.set_level(logging.INFO)
     prefill, decode = manager_of("prefill", pool_of("fp4")), Decode(manager_of("decode", pool_of("fp4")))
@@ -274,7 +249,7 @@ def test_whatever_a_peer_answers_fails_its_own_requests(manager_of, peer, counte
     assert bad not in decode.queue.kv_manager.prefill_info_table
 
 
-def test_an_address_that_is_none_is_not_logged_as_it_is(pair, counted, caplog):
+def test_an_address_that_is_none_is_not_logged_as_it_is(pair, caplog):
     """A client may choose the host of a prefill server."""
     _, decode = pair
     address = "attacker/?x=\n[2026] sgl-kvpool: all good \x1b[2J" + "A" * 100000 + ":8998"
@@ -291,7 +266,7 @@ def test_an_address_that_is_none_is_not_logged_as_it_is(pair, counted, caplog):
     ],
 )
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
-def test_other_differences_cost_the_requests_of_that_server_only(
+def test_differences_cost_that_server_only(
     manager_of, bootstrap, monkeypatch, counted, layout, differs, text
 ):
     """SGLang raises RuntimeError for a page size, and an AssertionError for pipeline stages."""
