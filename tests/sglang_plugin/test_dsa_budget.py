@@ -11,8 +11,16 @@ import torch
 from codec_oracle import LAYOUTS, OURS_ALONE
 from configurators import classes_of, sizes_of
 from pools import DSA_DTYPES as DTYPES
-from pools import INDEX_BYTES, dsa_row_bytes
+from pools import INDEX_BYTES, dsa_pool, dsa_row_bytes
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from test_dcp_pool import as_rank
+
+from sgl_kvpool.attention.decode import workspace_bytes
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.hooks import pools
+from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
 LAYERS = 3
 #: Implementations that read raw rows; SGLang's own choice on Hopper does not.
@@ -30,24 +38,20 @@ AVAILABLE = 1_000_000_007
 @pytest.fixture
 def hooked(configured, checkpoints):
     """`hooked(layout, ...)`: SGLang's KVCacheConfigurator of a server, or of its `draft_model`."""
-    from sglang.srt.configs.model_config import ModelConfig
 
     def build(layout, model="dsa3", *argv, draft_model=None, eagle=0):
         draft = ModelConfig(checkpoints[draft_model]) if draft_model else None
         argv = (*ARGV.get(layout, ()), *argv)
-        dtype = DTYPES.get(layout)
-        return configured(
-            checkpoints[model], layout, *argv, device="cuda", dtype=dtype, draft=draft, eagle=eagle
-        )
+        fields = {"dtype": DTYPES.get(layout), "draft": draft, "eagle": eagle}
+        return configured(checkpoints[model], layout, *argv, device="cuda", **fields)
 
     return build
 
 
 def pool_of(kvc, tokens):
     """The pool from SGLang's builder for sparse models."""
-    return kvc._build_dsa_kv_pool(
-        max_total_num_tokens=tokens, max_running_requests=4, dsa_pool_class=classes_of(kvc)["dsa"]
-    )
+    sizes = {"max_total_num_tokens": tokens, "max_running_requests": 4}
+    return kvc._build_dsa_kv_pool(dsa_pool_class=classes_of(kvc)["dsa"], **sizes)
 
 
 # -------------------------------------------------------------------- sizes
@@ -72,8 +76,6 @@ def test_bytes_per_token_are_those_of_the_pool(hooked, layout, model):
 
 
 def test_sglang_as_it_is_keeps_its_numbers(hooked):
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
     for model, (rank, rope, with_index) in MODELS.items():
         kvc = hooked(None, model)
         sizes = sizes_of(kvc)
@@ -103,9 +105,6 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
 @pytest.mark.parametrize(("layout", "ranks"), [("fp4", 2), ("bf16", 8), ("fp8_block_scale", 4)])
 def test_ranks_that_share_a_prefix_pool(hooked, layout, ranks, model):
     """A token of each rank: a row of the target, the index keys of all ranks, and all of a draft."""
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
-
     _, _, with_index = MODELS[model]
     row = dsa_row_bytes(layout)
     target, draft = LAYERS * row + with_index * INDEX_BYTES * ranks, (row + INDEX_BYTES) * ranks
@@ -131,16 +130,11 @@ def test_ranks_that_share_a_prefix_pool(hooked, layout, ranks, model):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout):
     """Lists of 2048 slots, one per query; any number of queries, because SGLang pads beyond its requests."""
-    from sgl_kvpool.attention.decode import workspace_bytes
-    from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
-
     kvc = hooked(layout)
     found = sizes_of(kvc)._fixed_overhead_bytes
     if layout not in OURS_ALONE:
         assert found == 0
         return
-    from sgl_kvpool.layout import MLAKVCacheLayout
-
     fmt = MLAKVCacheLayout(layout).pool_row_format(512, 64, is_dsa=True)
     heads, top_k = kvc.model_config.num_attention_heads, kvc.model_config.hf_config.index_topk
     decode = sparse_workspace_bytes(fmt, heads, top_k, "cpu")
@@ -164,16 +158,12 @@ def test_a_draft_of_the_other_kind_is_refused(hooked, resolve, checkpoints, layo
         classes_of(dense_draft)
     sparse_draft = hooked(layout, "dsa3", draft_model="dsa3")
     sparse_draft.server_args = resolve(checkpoints["mla3"], "--kv-cache-layout", layout)
-    with pytest.raises(
-        ValueError,
-        match=r"^Deepseek\w+, the draft model, has sparse .* its target does not: .*--kv-cache-layout",
-    ):
+    text = r"^Deepseek\w+, the draft model, has sparse .* its target does not: .*--kv-cache-layout"
+    with pytest.raises(ValueError, match=text):
         classes_of(sparse_draft)
 
 
 def test_a_draft_that_is_no_mla_model_keeps_its_pool(hooked):
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
     kvc = hooked("fp4", draft_model="mha")
     kvc.use_mla_backend = False
     assert classes_of(kvc)["dsa"] is DSATokenToKVPool
@@ -181,10 +171,6 @@ def test_a_draft_that_is_no_mla_model_keeps_its_pool(hooked):
 
 def test_a_pool_of_sglangs_own_is_noticed(hooked):
     """SGLang builds another class than the one it received from our hook."""
-    from pools import dsa_pool
-
-    from sgl_kvpool.sglang_plugin.hooks import pools
-
     kvc = hooked("bf16")
     with pytest.raises(RuntimeError, match="bf16 was requested, but SGLang built a DSATokenToKVPool"):
         pools._build_token_to_kv_pool(lambda self, **_: dsa_pool("bf16", stock=True), kvc, sizes=None)
@@ -194,16 +180,12 @@ def test_a_pool_of_sglangs_own_is_noticed(hooked):
 
 @pytest.mark.parametrize("scaled", [1.0, 0.5])
 def test_a_k_scale_has_no_reader(hooked, scaled):
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     kvc = hooked("fp8")
     kvc.model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
     kvc.model[0].k_scale_float = scaled
     if scaled == 1.0:
         assert pool_of(kvc, 128).k_scale(0) == 1.0
         return
-    with pytest.raises(
-        ValueError,
-        match=r"k_scale=0\.5 in layer 0, and .*dsa does not multiply .*; use --kv-cache-layout bf16",
-    ):
+    text = r"k_scale=0\.5 in layer 0, and .*dsa does not multiply .*; use --kv-cache-layout bf16"
+    with pytest.raises(ValueError, match=text):
         classes_of(kvc)
