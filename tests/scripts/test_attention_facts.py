@@ -42,11 +42,8 @@ COUNTED_WITH = "3.8.0"
 
 def worse(new, old):
     """Figures of two objects of the JSON that became worse, by name."""
-    found = {}
-    for name in FIELDS - NOT_COMPARED:
-        sign = -1 if name in MORE_IS_BETTER else 1
-        if sign * new[name] > sign * old[name]:
-            found[name] = (old[name], new[name])
+    signs = {name: -1 if name in MORE_IS_BETTER else 1 for name in FIELDS - NOT_COMPARED}
+    found = {name: (old[name], new[name]) for name, n in signs.items() if n * new[name] > n * old[name]}
     for device, limit in old["limit_g_rows_per_s"].items():
         if new["limit_g_rows_per_s"][device] < limit:
             found[f"limit of an {device}"] = (limit, new["limit_g_rows_per_s"][device])
@@ -66,16 +63,12 @@ def test_every_layout_and_number_of_heads_is_counted():
 
 def test_the_expectation_is_below_what_flashmla_publishes():
     """Operations of a row and a query head: scores over 576 values and sums over 512."""
-    shares = {
-        x["kernel"]: (
-            x["published_tflops"],
-            round(
-                x["published_tflops"] * x[f"{x['busiest_unit']}_clk_per_row"] / (128 * 2176e-3 * 132 * 1.7), 2
-            ),
-        )
-        for x in FLASHMLA
-        if x["published_tflops"]
-    }
+    shares = {}
+    for found in FLASHMLA:
+        if tflops := found["published_tflops"]:
+            clk_per_row = found[f"{found['busiest_unit']}_clk_per_row"]
+            share = tflops * clk_per_row / (128 * 2176e-3 * 132 * 1.7)
+            shares[found["kernel"]] = (tflops, round(share, 2))
     assert shares == {"FlashMLA dense": (660, 0.77), "FlashMLA sparse": (410, 0.59)}
     low, high = attention_facts.EXPECTED_OF_CHIP
     assert low <= 0.59
@@ -115,12 +108,8 @@ def counted():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
     program = [sys.executable, "-m", "scripts.figures.attention_facts"]
-    done = subprocess.run(
-        [*program, "--layouts", *LAYOUTS, "--heads", *map(str, HEADS)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    words = [*program, "--layouts", *LAYOUTS, "--heads", *map(str, HEADS)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [one for one in json.loads(done.stdout) if one["kernel"] not in flashmla_costs.NAMES]
 
@@ -133,11 +122,10 @@ def test_no_tile_became_worse(counted, layout, heads):
 
     if triton.__version__ != COUNTED_WITH:
         pytest.fail(f"the counts are of triton {COUNTED_WITH}, this is {triton.__version__}: count again")
-    committed, found = (
-        [one for one in costs if (one["layout"], one["heads"]) == (layout, heads)]
-        for costs in (COSTS, counted)
-    )
-    assert [one["kernel"] for one in found] == [one["kernel"] for one in committed]
-    assert not [worse(new, old) for new, old in zip(found, committed, strict=True) if worse(new, old)], (
-        "mend it, or commit what attention_facts.py --write counts, and say why"
-    )
+    of_tile = [
+        [x for x in costs if (x["layout"], x["heads"]) == (layout, heads)] for costs in (counted, COSTS)
+    ]
+    pairs = list(zip(*of_tile, strict=True))
+    assert all(new["kernel"] == old["kernel"] for new, old in pairs)
+    found = [worse(new, old) for new, old in pairs if worse(new, old)]
+    assert not found, "mend it, or commit what attention_facts.py --write counts, and say why"

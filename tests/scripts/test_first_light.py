@@ -1,12 +1,11 @@
 """First light with real processes: steps that fail, hang or are missing, and runs that are killed."""
 
 import json
-import time
 from dataclasses import asdict
 
 import pytest
-from live_processes import naming
-from step_cases import GOOD, good, measured, start, step
+from live_processes import holds, naming
+from step_cases import GOOD, ONLY_TORCH, good, measured, start, step
 
 from scripts.bench import tile_table
 from scripts.h100_regression import main
@@ -18,10 +17,6 @@ from scripts.servers.server_steps import measurements
 from scripts.servers.steps import FIRST_LIGHT_MINUTES, first_light_steps
 from sgl_kvpool.attention.decode_config import TileConfig
 
-#: A machine with a GPU, torch and what tests need, without SGLang.
-ONLY_TORCH = Machine(
-    gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes", "triton", "tvm_ffi"})
-)
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
 
 
@@ -170,18 +165,11 @@ def test_a_killed_run_is_continued(tmp_path):
     there = ("--out", out, "--time-limit-scale", "20")
     process = start(*ARGV, *there)
     log = out / "logs" / "transfer-quick.log"
-    for _ in range(1800):
-        if (log.is_file() and log.stat().st_size) or process.poll() is not None:
-            break
-        time.sleep(0.1)
+    holds(lambda: (log.is_file() and log.stat().st_size) or process.poll() is not None, 180)
     assert statuses(found_in(out))["codec-quick"] == "ok"
     process.kill()
     process.communicate(timeout=120)
-    for _ in range(200):
-        if not naming(str(out)):
-            break
-        time.sleep(0.1)
-    assert not naming(str(out))
+    assert holds(lambda: not naming(str(out)), 20)
     cut = found_in(out)
     assert statuses(cut)["transfer-quick"] == "missing"
     again = start(*ARGV[:5], *there)  # without transfers, which take long
@@ -209,30 +197,24 @@ def light(tmp_path, monkeypatch):
     steps = [Step(name, name, (), 1, measurements) for name in ("tests-core", "tiles-16", "attention-quick")]
     facts = {**FACTS, "gpu": "NVIDIA H100 80GB HBM3", "commit": "c" * 40}
     found = Results(tmp_path, "first_light", facts, steps)
-    written = {
-        "tests-core": {
-            "device": "cpu",
-            "wrong": [],
-            "results": [
-                {"job": {"test": "a.py::good"}, "status": "measured", "seconds": 1.0},
-                {"job": {"test": "a.py::bad[fp4]"}, "status": "wrong", "reason": "off by 3"},
-            ],
-        },
-        "tiles-16": {
-            "device": "cuda",
-            "wrong": ["fp8, triton"],
-            "results": [
-                tile_row(100.0),
-                tile_row(60.0, rows=128),
-                tile_row(51.0, rows=128, part="splits", splits=4),
-                {**tile_row(0, layout="fp8"), "status": "wrong", "reason": "query 0: relative error 1"},
-                tile_row(80.0, layout="fp8", rows=128),
-            ],
-        },
-    }
-    for name, report in written.items():
+    tests = [
+        {"job": {"test": "a.py::good"}, "status": "measured", "seconds": 1.0},
+        {"job": {"test": "a.py::bad[fp4]"}, "status": "wrong", "reason": "off by 3"},
+    ]
+    tiles = [
+        tile_row(100.0),
+        tile_row(60.0, rows=128),
+        tile_row(51.0, rows=128, part="splits", splits=4),
+        {**tile_row(0, layout="fp8"), "status": "wrong", "reason": "query 0: relative error 1"},
+        tile_row(80.0, layout="fp8", rows=128),
+    ]
+    for name, device, wrong, rows in (
+        ("tests-core", "cpu", [], tests),
+        ("tiles-16", "cuda", ["fp8, triton"], tiles),
+    ):
         folder = tmp_path / "steps" / name
         folder.mkdir(parents=True)
+        report = {"device": device, "wrong": wrong, "results": rows}
         (folder / "results.json").write_text(json.dumps(report))
     return found
 

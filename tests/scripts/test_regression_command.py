@@ -4,7 +4,7 @@ import json
 import signal
 import time
 
-from live_processes import naming
+from live_processes import holds, naming
 from step_cases import start
 
 from scripts.kit.records import read_run, write_lines
@@ -16,10 +16,7 @@ def test_interrupted(tmp_path):
     argv = ["--core", "--only", "codec-quick", "--only", "transfer-quick", "--only", "attention-quick"]
     process = start(*argv, "--out", out)
     log = out / "logs" / "attention-quick.log"
-    for _ in range(6000):
-        if log.is_file() or process.poll() is not None:
-            break
-        time.sleep(0.1)
+    holds(lambda: log.is_file() or process.poll() is not None, 600)
     time.sleep(2)
     process.send_signal(number)
     printed, _ = process.communicate(timeout=60)

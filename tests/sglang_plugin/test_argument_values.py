@@ -13,6 +13,10 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang import Engine
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.entrypoints import engine
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import options as record
@@ -27,9 +31,6 @@ TIER = "enable_hierarchical_cache"
 @pytest.fixture
 def doors(resolve, monkeypatch, tmp_path):
     """Door -> function that takes an option and a value, and returns the value that the server has."""
-    from sglang.srt.entrypoints import engine
-    from sglang.srt.server_args import prepare_server_args
-
     engine.load_plugins()
 
     def flag(option, value, beside):
@@ -102,8 +103,6 @@ def test_argument_and_environment_are_equal(doors, option, door, monkeypatch):
 @every_option
 def test_values_travel_to_other_processes_and_copies_that_lost_them_are_refused(resolve, option, monkeypatch):
     """Shallow copies of a msgspec Struct have only its fields."""
-    from sglang.srt.server_args import ServerArgs
-
     value = option.values[-1]
     record.request(args := ServerArgs(model_path="dummy", device="cpu"), {option: value})
     for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
@@ -140,9 +139,6 @@ def test_keywords_that_are_no_strings(doors, value):
 @functools.cache
 def numeric_fields():
     """Fields of ServerArgs that SGLang's own parser converts to a number."""
-    from sglang.srt.arg_groups.arg_utils import record_fields
-    from sglang.srt.server_args import ServerArgs
-
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     converted = {
@@ -156,7 +152,6 @@ def numeric_fields():
 @pytest.fixture
 def engine_arguments(doors):
     """`ServerArgs` of `Engine(kv_cache_layout="fp4", ...)`."""
-    from sglang import Engine
 
     def make(**fields):
         return Engine.server_args_class(model_path="dummy", device="cpu", kv_cache_layout="fp4", **fields)
@@ -194,6 +189,4 @@ def test_numbers_of_any_type_are_numbers(engine_arguments):
 
 
 def test_without_a_layout_an_engine_passes_on_what_it_is_given(doors):
-    from sglang import Engine
-
     assert Engine.server_args_class(model_path="dummy", device="cpu", dcp_size="2").dcp_size == "2"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fences import blocks
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStoreConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,8 +59,6 @@ def test_there_are_commands():
 
 def test_mooncakes_environment(monkeypatch):
     """SGLang reads from the page's environment what the steps before it have set up."""
-    from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStoreConfig
-
     flag = "--hicache-storage-backend"
     (store,) = [command for command in COMMANDS if command[0] == "transfer.md" and flag in command[3]]
     for name, value in store[2].items():

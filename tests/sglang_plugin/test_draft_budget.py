@@ -1,18 +1,16 @@
 """Memory of draft models on a server: SGLang's own pools, and hand arithmetic."""
 
 import json
-from pathlib import Path
 
 import pytest
 from refused import STEPS
+from test_planned_sizes import CONFIGS, MACHINE, TIER
 
 from sgl_kvpool.commands.plan import ask
 
 # The planner's process imports SGLang, for 15 s, and forks for each server.
 pytestmark = pytest.mark.slow
 
-CONFIGS = Path(__file__).parents[1] / "commands" / "plan" / "configs"
-MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
 DRAFT_GIB = 8
 HEADS = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 7168,
@@ -22,8 +20,8 @@ HEADS = {
 }  # fmt: skip
 #: Bytes of a draft token on one of 8 ranks: 8 heads of keys and of values.
 HEADS_BYTES = 8 * (128 + 128) * 2
-TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
 CHAIN = [*STEPS, "--speculative-eagle-topk", "1"]
+NEXTN = ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER]
 
 
 def drafting(draft, algorithm="EAGLE3", backend="flashinfer"):
@@ -41,25 +39,15 @@ SERVERS = {
     "three layers": ("kimi_k2", "bf16", drafting("three layers")),
     "as it is": ("kimi_k2", None, drafting("heads")),
     "sparse": ("deepseek_v32", "fp4", drafting("heads")),
-    "attention ranks": (
-        "kimi_k2", "fp4", [*drafting("heads"), "--enable-dp-attention", "--dp-size", "4"],
-    ),
+    "attention ranks": ("kimi_k2", "fp4", [*drafting("heads"), "--enable-dp-attention", "--dp-size", "4"]),
     "standalone": ("deepseek_v32", "fp4", drafting("heads", "STANDALONE")),
     "sparse by itself": ("deepseek_v32", "fp4", drafting("heads", backend=None)),
     "packed": ("kimi_k2", "fp4", [*drafting("mtp", "EAGLE", None), *TIER]),
-    "its own MTP layer": (
-        "mtp", "fp4", ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER],
-    ),
-    "its own, a copy each": (
-        "mtp", "fp4",
-        ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER, "--kv-host-sharing", "rank"],
-    ),
+    "its own MTP layer": ("mtp", "fp4", NEXTN),
+    "its own, a copy each": ("mtp", "fp4", [*NEXTN, "--kv-host-sharing", "rank"]),
     "heads, parts": ("kimi_k2", "fp4", [*drafting("heads"), "--dcp-size", "8"]),
     "mla, parts": ("kimi_k2", "fp4", [*drafting("mla", backend=None), "--dcp-size", "8"]),
-    "its own MTP layer, parts": (
-        "mtp", "fp4",
-        ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER, "--dcp-size", "8"],
-    ),
+    "its own MTP layer, parts": ("mtp", "fp4", [*NEXTN, "--dcp-size", "8"]),
     "unpacked": ("kimi_k2", "bf16", [*drafting("mla", backend=None), *TIER, "--kv-host-layout", "fp4"]),
 }  # fmt: skip
 

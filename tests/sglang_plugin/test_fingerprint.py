@@ -51,11 +51,8 @@ def mirrored(real, copy, changes):
     """Links to what a folder has, but for changed files and the folders that hold them."""
     copy.mkdir(parents=True)
     for path in real.iterdir():
-        inside = [
-            (name.removeprefix(f"{path.name}/"), *texts)
-            for name, *texts in changes
-            if f"{name}/".startswith(f"{path.name}/")
-        ]
+        of_path = [change for change in changes if f"{change[0]}/".startswith(f"{path.name}/")]
+        inside = [(name.removeprefix(f"{path.name}/"), *texts) for name, *texts in of_path]
         if path.name == "__pycache__":
             continue
         if inside and path.is_dir():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
+from refused import STEPS, TIER
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_groups
@@ -77,9 +78,12 @@ def test_a_member_that_is_gone_refuses_the_group(group, point):
 
 # -------------------------------------------------------------------- servers
 
-CHAIN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-TIER = "--enable-hierarchical-cache"
+CHAIN = ("--speculative-algorithm", "NEXTN", *STEPS, "--speculative-eagle-topk", "1")
+SAMPLES = ("--enable-metrics", "--kv-error-sample", "512", "--kv-canary", "log")
+PREFILL = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake_tcp")
+DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl")
 DENSE_CPU, DENSE_CUDA = "dense MLA on a CPU", "dense MLA on CUDA"
+OVER_MOONCAKE = "disaggregation over mooncake on a CPU"
 #: name: (checkpoint, device, arguments beside the layout, groups beside "pools").
 SERVERS = {
     "dense": ("mla", "cpu", [], {DENSE_CPU}),
@@ -87,27 +91,11 @@ SERVERS = {
     "metrics": ("mla", "cpu", ["--enable-metrics"], {DENSE_CPU, "metrics"}),
     "hybrid": ("kda", "cpu", ["--disable-overlap-schedule"], {DENSE_CPU, "hybrid models"}),
     "cuda": ("mla", "cuda", [], {DENSE_CUDA}),
-    "samples": (
-        *("mla", "cuda"),
-        ["--enable-metrics", "--kv-error-sample", "512", "--kv-canary", "log"],
-        {DENSE_CUDA, "metrics", "error samples", "canary"},
-    ),
-    "drafts": (
-        *("mla", "cuda"),
-        [*CHAIN, "--speculative-num-draft-tokens", "4"],
-        {DENSE_CUDA, "speculative decoding"},
-    ),
+    "samples": ("mla", "cuda", SAMPLES, {DENSE_CUDA, "metrics", "error samples", "canary"}),
+    "drafts": ("mla", "cuda", CHAIN, {DENSE_CUDA, "speculative decoding"}),
     "sparse": ("dsa", "cuda", [], {"sparse attention"}),
-    "prefill": (
-        *("mla", "cpu"),
-        ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake_tcp"],
-        {DENSE_CPU, "disaggregation", "disaggregation over mooncake on a CPU"},
-    ),
-    "decode": (
-        *("mla", "cpu"),
-        ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"],
-        {DENSE_CPU, "disaggregation", "disaggregation over nixl on a CPU"},
-    ),
+    "prefill": ("mla", "cpu", PREFILL, {DENSE_CPU, "disaggregation", OVER_MOONCAKE}),
+    "decode": ("mla", "cpu", DECODE, {DENSE_CPU, "disaggregation", "disaggregation over nixl on a CPU"}),
 }
 #: group: a hook point of this group only.
 BROKEN = {
@@ -119,9 +107,7 @@ BROKEN = {
     "host tier": "sglang.srt.managers.cache_controller.HiCacheController.move_indices",
     "host tier of hybrid models": "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_get_v2",
     "disaggregation": "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info",
-    "disaggregation over mooncake on a CPU": (
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices"
-    ),
+    OVER_MOONCAKE: "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices",
     "disaggregation over nixl on a CPU": "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
     "metrics": "sglang.srt.utils.set_prometheus_multiproc_dir",
     "error samples": "sglang.srt.model_executor.model_runner.ModelRunner.forward",
@@ -159,9 +145,8 @@ def test_servers_that_use_a_broken_group_are_refused_by_name_and_the_others_star
                 serve(name)
                 started.add(name)
                 continue
-            with pytest.raises(
-                Refusal, match=f"^hook group '{broken}' does not work on SGLang 0.5.23: "
-            ) as error:
+            text = f"^hook group '{broken}' does not work on SGLang 0.5.23: "
+            with pytest.raises(Refusal, match=text) as error:
                 serve(name)
             assert BROKEN[broken] in str(error.value)
             assert str(error.value).endswith(f"; leave out {group.leave_out}")

@@ -4,10 +4,17 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import forks
 import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.hook_groups import ARGUMENTS
+from sgl_kvpool.sglang_plugin.hook_points import check
+from sgl_kvpool.sglang_plugin.registry import HookPoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two processes import SGLang and are forked for each test.
@@ -26,18 +33,6 @@ def scheduler(tmp_path_factory, launcher):
         yield process
 
 
-@pytest.fixture
-def run(launcher):
-    """`run(code)`: in a separate process, like SGLang's first process."""
-    return launcher.run
-
-
-@pytest.fixture
-def run_in_scheduler(scheduler):
-    """`run_in_scheduler(code)`: in a separate process, like SGLang's schedulers."""
-    return scheduler.run
-
-
 @pytest.mark.usefixtures("launcher", "scheduler")  # their processes import meanwhile
 def test_all_hook_points_hold_in_this_sglang():
     code = "from sgl_kvpool.commands.doctor import probes; print(probes.hook_points())"
@@ -48,35 +43,23 @@ def test_all_hook_points_hold_in_this_sglang():
 
 
 def test_check_names_what_differs():
-    from sgl_kvpool.sglang_plugin.hook_points import check
-    from sgl_kvpool.sglang_plugin.registry import HookPoint
-
-    problems = check(
-        [
-            HookPoint("sglang.srt.server_args.ServerArgs.gone"),
-            HookPoint("sglang.srt.not_there.thing"),
-            HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", ("gone", "source")),
-            HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", ("source", "server_args")),
-            HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source")),
-        ]
-    )
-    assert len(problems) == 4
-    assert "ServerArgs.gone: not there" in problems[0]
-    assert "sglang.srt.not_there.thing: not there" in problems[1]
-    assert "takes no gone in" in problems[2]
-    assert "takes no server_args" in problems[3]  # it is there, but before `source`
+    taken = (("gone", "source"), ("source", "server_args"), ("server_args", "source"))
+    points = [HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", names) for names in taken]
+    gone = [HookPoint("sglang.srt.server_args.ServerArgs.gone"), HookPoint("sglang.srt.not_there.thing")]
+    first, second, third, fourth = check([*gone, *points])
+    assert "ServerArgs.gone: not there" in first
+    assert "sglang.srt.not_there.thing: not there" in second
+    assert "takes no gone in" in third
+    assert "takes no server_args" in fourth  # it is there, but before `source`
 
 
 def test_a_hook_that_was_not_applied_is_noticed():
-    from sgl_kvpool.sglang_plugin.hook_points import check
-    from sgl_kvpool.sglang_plugin.registry import HookPoint
-
     point = HookPoint("sglang.srt.server_args.ServerArgs.check_server_args")
     assert check([point]) == []
     assert check([point], applied=True) == [f"{point.target}: the hook was not applied"]
 
 
-def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(run, other_sglang):
+def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(launcher, other_sglang):
     code = LOAD.format(argv=["x"]) + (
         "from sglang.srt.server_args import ServerArgs as S;"
         "from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES as C;"
@@ -84,7 +67,7 @@ def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(run
         "marks = [hasattr(f, '_sgl_kvpool_hook') for f in (S.add_cli_args, S.from_cli_args)];"
         "print('hooked', marks, 'kvpool_mla' in C, [f for v in H.values() for f in v])"
     )
-    done = run(code, PYTHONPATH=str(other_sglang))
+    done = launcher.run(code, PYTHONPATH=str(other_sglang))
     assert done.returncode == 0, done.stderr
     assert "hooked [False, False] False []" in done.stdout
     assert done.stderr.count("SGLang 0.6.1 is not a version") == 1
@@ -112,31 +95,22 @@ WITHOUT_POINT = NO_POOL_CLASS + LOAD.format(argv=["x"]) + "print('went on')"
 GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 FP4 = "--kv-cache-layout fp4"
 
+LAYOUT, ARRANGEMENT = (f"a KV cache {kind} was requested" for kind in ("layout", "arrangement"))
+LAYOUT_NAME = "KVPOOL_KV_CACHE_LAYOUT"
+UNKNOWN = f"the nearest is {LAYOUT_NAME}: set"
 #: Process (of another SGLang, of this one, a scheduler), code before, arguments, environment, last line.
 STOPPED = [
-    ("other", COMPARED, FP4, {}, "a KV cache layout was requested"),
-    ("other", COMPARED, "--kv-cache-layout=fp4", {}, "a KV cache layout was requested"),
-    ("other", COMPARED, "", {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}, "a KV cache layout was requested"),
-    ("other", COMPARED, "--kv-cache-arrangement token_major", {}, "a KV cache arrangement was requested"),
-    (
-        "other",
-        COMPARED,
-        "",
-        {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"},
-        "a KV cache arrangement was requested",
-    ),
+    ("other", COMPARED, FP4, {}, LAYOUT),
+    ("other", COMPARED, "--kv-cache-layout=fp4", {}, LAYOUT),
+    ("other", COMPARED, "", {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}, LAYOUT),
+    ("other", COMPARED, "--kv-cache-arrangement token_major", {}, ARRANGEMENT),
+    ("other", COMPARED, "", {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}, ARRANGEMENT),
     ("other", COMPARED, "", {"KVPOOL_FIX_TOPK": "1"}, "KVPOOL_FIX_TOPK=1 was requested"),
     ("other", COMPARED, "", {"KVPOOL_PREFILL_READS_ROWS": "1"}, "KVPOOL_PREFILL_READS_ROWS=1 was requested"),
-    (
-        "other",
-        COMPARED,
-        "",
-        # SGLang copies SGL_X to SGLANG_X; only the name that the user wrote is reported.
-        {"SGL_KVPOOL_KV_CACHE_LAYOUT": "x", "SGLANG_KVPOOL_KV_CACHE_LAYOUT": "x"},
-        "the nearest is KVPOOL_KV_CACHE_LAYOUT: set",
-    ),
-    ("this", "", "", {"KVPOOL_KV_CACHE_LAYUOT": "x"}, "the nearest is KVPOOL_KV_CACHE_LAYOUT: set"),
-    ("this", "", "", {"SGLANG_KVPOOL_KV_CACHE_LAYOUT": "x"}, "the nearest is KVPOOL_KV_CACHE_LAYOUT: set"),
+    # SGLang copies SGL_X to SGLANG_X; only the name that the user wrote is reported.
+    ("other", COMPARED, "", dict.fromkeys((f"SGL_{LAYOUT_NAME}", f"SGLANG_{LAYOUT_NAME}"), "x"), UNKNOWN),
+    ("this", "", "", {"KVPOOL_KV_CACHE_LAYUOT": "x"}, UNKNOWN),
+    ("this", "", "", {f"SGLANG_{LAYOUT_NAME}": "x"}, UNKNOWN),
     ("this", RENAMED_STEP, FP4, {}, "has no handle_deprecated_dp_attention"),
     ("this", OTHER_FAILURE, FP4, {}, "the plugin failed: TypeError"),
     # SGLang swallows other exceptions of a plugin.
@@ -152,7 +126,7 @@ STOPPED = [
 def test_a_process_that_cannot_serve_what_was_requested_stops(
     request, other_sglang, process, breakage, argv, environment, text
 ):
-    start = request.getfixturevalue("run_in_scheduler" if process == "scheduler" else "run")
+    start = request.getfixturevalue("scheduler" if process == "scheduler" else "launcher").run
     path = {"PYTHONPATH": str(other_sglang)} if process == "other" else {}
     code = f"{breakage}{LOAD.format(argv=['x', *argv.split()])}print('went on')"
     done = start(code, **environment, **path)
@@ -179,28 +153,30 @@ def test_a_process_that_cannot_serve_what_was_requested_stops(
     ],
 )
 def test_the_tested_version_another_that_is_tried_and_one_without_a_request_are_not_compared(
-    run, other_sglang, process, argv, environment
+    launcher, other_sglang, process, argv, environment
 ):
     """The comparison would take half a minute of each start."""
     code = "from sgl_kvpool.sglang_plugin import fingerprint as f; f._compared = f._digests = None;"
     code += LOAD.format(argv=["x", *argv.split()]) + "print('went on')"
-    done = run(code, **environment, **({"PYTHONPATH": str(other_sglang)} if process == "other" else {}))
+    done = launcher.run(
+        code, **environment, **({"PYTHONPATH": str(other_sglang)} if process == "other" else {})
+    )
     assert done.stdout == "went on\n", done.stderr
 
 
 @pytest.mark.parametrize("breakage", [RENAMED_STEP, OTHER_FAILURE])
-def test_without_a_visible_request_the_argument_stays_unknown(run, breakage):
+def test_without_a_visible_request_the_argument_stays_unknown(launcher, breakage):
     """The request may be in a YAML file."""
     code = (
         breakage + LOAD.format(argv=["x"]) + "import argparse; from sglang.srt.server_args import ServerArgs;"
         "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
         "print('--kv-cache-layout' in parser._option_string_actions)"
     )
-    assert run(code).stdout == "False\n"
+    assert launcher.run(code).stdout == "False\n"
 
 
 @pytest.mark.parametrize("has_launcher", [True, False])
-def test_a_refusal_that_is_not_utf8_ends_a_scheduler_with_its_text(run_in_scheduler, tmp_path, has_launcher):
+def test_a_refusal_that_is_not_utf8_ends_a_scheduler_with_its_text(scheduler, tmp_path, has_launcher):
     """Names of folders need not be UTF-8, and the locale's encoding need not be UTF-8 either."""
     code = (
         "import sys; from sgl_kvpool.refusal import Refusal; from sgl_kvpool.sglang_plugin import startup\n"
@@ -209,29 +185,24 @@ def test_a_refusal_that_is_not_utf8_ends_a_scheduler_with_its_text(run_in_schedu
     )
     left = tmp_path / "refusal"
     told = {"_KVPOOL_CHILD_REFUSAL": str(left)} if has_launcher else {}
-    done = run_in_scheduler(code, **told, PYTHONIOENCODING="utf-8")
+    done = scheduler.run(code, **told, PYTHONIOENCODING="utf-8")
     assert done.returncode == 1
     text = left.read_text(encoding="utf-8") if has_launcher else done.stderr.splitlines()[-1]
     assert text.endswith("folder /\\udcff/\xe9")
 
 
-def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_path):
-    """A refusal at plugin load goes to the file, like one at construction; no launcher reads it here."""
-    left = tmp_path / "refusal"
-    told = {"_KVPOOL_CHILD_HOOK_GROUPS": "pools", "_KVPOOL_CHILD_REFUSAL": str(left)}
-    done = run_in_scheduler(WITHOUT_POINT, **told)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "_resolve_kv_pool_class: not there" in left.read_text()
-    assert "sgl-kvpool" not in forks.without_folders(done.stderr)
-    assert [path.name for path in tmp_path.iterdir()] == ["refusal"]
+@pytest.mark.parametrize("folder", ["", "gone"])
+def test_a_scheduler_leaves_its_refusal_to_the_launcher(scheduler, tmp_path, folder):
+    """A refusal at plugin load goes to the file, like one at construction; no launcher reads it here.
 
-
-def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_scheduler, tmp_path):
-    """As on a full disk: SGLang would swallow an OSError of the plugin, and serve without the layout."""
-    told = {"_KVPOOL_CHILD_HOOK_GROUPS": "pools", "_KVPOOL_CHILD_REFUSAL": str(tmp_path / "gone" / "refusal")}
-    done = run_in_scheduler(WITHOUT_POINT, **told)
+    If it cannot be written, as on a full disk, SGLang would swallow the OSError and serve without the layout.
+    """
+    left = tmp_path / folder / "refusal"
+    done = scheduler.run(WITHOUT_POINT, **{GROUPS: "pools", "_KVPOOL_CHILD_REFUSAL": str(left)})
     assert (done.returncode, done.stdout) == (1, "")
-    assert "_resolve_kv_pool_class: not there" in done.stderr
+    assert "_resolve_kv_pool_class: not there" in (done.stderr if folder else left.read_text())
+    assert ("sgl-kvpool" in forks.without_folders(done.stderr)) == bool(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ([] if folder else ["refusal"])
 
 
 def test_every_argument_that_is_read_is_a_checked_field():
@@ -240,10 +211,6 @@ def test_every_argument_that_is_read_is_a_checked_field():
     Arguments are read from records, views of them and SGLang's namespaces, also by a name in a string, so
     every attribute and string with the name of an argument counts.
     """
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin.hook_groups import ARGUMENTS
-
     fields = ARGUMENTS.declared.points["sglang.srt.server_args.ServerArgs._NS_BY_FIELD"].members
     found = set()
     for floor in ("sglang_plugin", "srt"):
@@ -268,23 +235,29 @@ HOOKED = (
 )
 
 
-def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
+@pytest.mark.parametrize(
+    ("environment", "groups"),
+    [
+        ({}, []),
+        # Both attention groups register the same.
+        (
+            {GROUPS: "pools, dense MLA on a CPU, host tier"},
+            ["pools", "dense MLA on a CPU", "dense MLA on CUDA", "host tier"],
+        ),
+        ({"KVPOOL_FIX_TOPK": "1"}, ["sparse attention"]),
+        ({"KVPOOL_FIX_TOPK": "0"}, []),
+        # Without a launcher's hook groups: its arguments were resolved before plugins were loaded.
+        ({LAYOUT_NAME: "fp4"}, ["pools"]),
+    ],
+)
+def test_nothing_but_arguments_is_hooked_unless_asked_for(scheduler, environment, groups):
     """Hooks and the registration of our backend, in a scheduler process."""
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
-    done = run_in_scheduler(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "['arguments'] []\n"
-    done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, dense MLA on a CPU, host tier")
-    # Both attention groups register the same.
-    attention = "'dense MLA on a CPU', 'dense MLA on CUDA'"
-    assert done.stdout == f"['arguments', 'pools', {attention}, 'host tier'] []\n", done.stderr
-    done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
-    assert done.stdout == "['arguments', 'sparse attention'] []\n", done.stderr
-    done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
-    assert done.stdout == "['arguments'] []\n", done.stderr
+    done = scheduler.run(code, **environment)
+    assert (done.returncode, done.stdout) == (0, f"{['arguments', *groups]} []\n"), done.stderr
 
 
-def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_applied(run_in_scheduler):
+def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_applied(scheduler):
     """The last of the server's groups, whose only hook point is missing."""
     code = (
         "import sglang.srt.utils as u; del u.set_prometheus_multiproc_dir; import sys; sys.argv = ['x']\n"
@@ -292,37 +265,22 @@ def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_a
         "try: load_plugins()\n"
         "except SystemExit: "
     ) + HOOKED
-    done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, host tier, metrics")
+    done = scheduler.run(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, host tier, metrics")
     assert done.stdout == "['arguments'] []\n", done.stderr
     assert "hook group 'metrics' does not work on SGLang 0.5.23: sglang.srt.utils.set_prom" in done.stderr
     assert "; leave out --enable-metrics\n" in done.stderr
 
 
-def test_a_scheduler_without_a_launchers_hook_groups_hooks_the_pools(run_in_scheduler):
-    """Its server's arguments were resolved before plugins were loaded."""
-    code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
-    done = run_in_scheduler(code, KVPOOL_KV_CACHE_LAYOUT="fp4")
-    assert done.stdout == "['arguments', 'pools'] []\n", done.stderr
-
-
 @pytest.mark.parametrize(
     ("version", "fits"),
     [
-        ("0.5.23", True),
-        ("0.5.23.post1", True),
-        ("0.5.23+cu130", True),
-        ("0.5.22", False),
-        ("0.5.24", False),
-        ("0.5.24.dev3", False),
-        ("0.5.23rc1", False),  # for pip, too, it is below 0.5.23
-        ("1!0.5.23", False),
-        ("main", False),
-        (None, False),
+        *((version, True) for version in ("0.5.23", "0.5.23.post1", "0.5.23+cu130")),
+        # For pip, too, rc1 is below 0.5.23.
+        *((version, False) for version in ("0.5.22", "0.5.24", "0.5.24.dev3", "0.5.23rc1", "1!0.5.23")),
+        *((version, False) for version in ("main", None)),
     ],
 )
 def test_versions(monkeypatch, version, fits):
-    from sgl_kvpool.sglang_plugin import hook_points
-
     monkeypatch.setattr(hook_points, "installed_version", lambda: version)
     problem = hook_points.version_problem()
     assert (problem is None) == fits
@@ -330,9 +288,5 @@ def test_versions(monkeypatch, version, fits):
 
 
 def test_the_package_asks_for_the_versions_that_are_tested():
-    import tomllib
-
-    from sgl_kvpool.sglang_plugin.hook_points import TESTED
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"sglang{TESTED}" in project["dependencies"]
+    assert f"sglang{hook_points.TESTED}" in project["dependencies"]

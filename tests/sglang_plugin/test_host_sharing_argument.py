@@ -3,11 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.speculative.base_spec_worker import _can_pack_hicache_mtp
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sgl_kvpool.sglang_plugin.options import config_of
+from sgl_kvpool.sglang_plugin.rules.host_sharing import _has_packed_draft
 from sgl_kvpool.sglang_plugin.server import Server
 
 HICACHE = "--enable-hierarchical-cache"
 TWO_RANKS = ("--tp-size", "2")
+MOONCAKE = ("--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config")
+ALLOCATES = "a store that allocates the tier's memory"
+FLASHINFER = ("--attention-backend", "flashinfer")
 #: Obstacle to sharing -> its arguments beside a host tier on two ranks, and its name in the message.
 PREVENTS = {
     "stages": (["--pp-size", "2"], "--pp-size 2"),
@@ -16,21 +23,9 @@ PREVENTS = {
         ["--hicache-host-memory-mode", "buffer_only", "--hicache-storage-backend", "file"],
         "--hicache-host-memory-mode buffer_only",
     ),
-    "standalone": (
-        [
-            *("--hicache-storage-backend", "mooncake"),
-            *("--hicache-storage-backend-extra-config", '{"standalone_storage": true}'),
-        ],
-        "a store that allocates the tier's memory",
-    ),
-    "standalone-file": (
-        [
-            *("--hicache-storage-backend", "mooncake"),
-            *("--hicache-storage-backend-extra-config", "@standalone.yaml"),
-        ],
-        "a store that allocates the tier's memory",
-    ),
-    "shm": (["--hicache-storage-backend", "shm"], "a store that allocates the tier's memory"),
+    "standalone": ([*MOONCAKE, '{"standalone_storage": true}'], ALLOCATES),
+    "standalone-file": ([*MOONCAKE, "@standalone.yaml"], ALLOCATES),
+    "shm": (["--hicache-storage-backend", "shm"], ALLOCATES),
 }
 
 
@@ -42,8 +37,6 @@ def configuration_files(tmp_path, monkeypatch):
 
 
 def sharing(args):
-    from sgl_kvpool.sglang_plugin.options import config_of
-
     tier = config_of(args).host_tier
     return tier.sharing + " if the system lets it" * tier.may_unshare
 
@@ -92,7 +85,7 @@ def drafting(steps=3, topk=1, tokens=4):
 PACKED = {
     "NEXTN": ("fp4", "mtp1", ["NEXTN", *drafting()]),
     "EAGLE": ("fp8", "mtp1", ["EAGLE", *drafting(1, 1, 2)]),
-    "SGLang's reader": ("bf16", "mtp1", ["NEXTN", *drafting(), "--attention-backend", "flashinfer"]),
+    "SGLang's reader": ("bf16", "mtp1", ["NEXTN", *drafting(), *FLASHINFER]),
     "SGLang's steps": ("fp4_fp8_rope", "mtp1", ["NEXTN"]),
     "the target by name": ("fp4", "mtp1", ["EAGLE", "--speculative-draft-model-path", "mtp1", *drafting()]),
 }
@@ -102,16 +95,10 @@ NOT_PACKED = {
     "several MTP layers": ("fp4", "mtp2", ["NEXTN", *drafting()]),
     "another checkpoint": ("fp4", "mtp1", ["EAGLE", "--speculative-draft-model-path", "mtp2", *drafting()]),
     "EAGLE3": ("fp4", "mtp1", ["EAGLE3", "--speculative-draft-model-path", "mla3", *drafting()]),
-    "a tree": ("bf16", "mtp1", ["NEXTN", *drafting(3, 4, 8), "--attention-backend", "flashinfer"]),
-    "several models": (
-        "bf16", "mtp1",
-        ["NEXTN", *drafting(), "--enable-multi-layer-eagle", "--attention-backend", "flashinfer"],
-    ),
-    "no draft model": (
-        "bf16", "mtp1",
-        ["NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "flashinfer"],
-    ),
-}  # fmt: skip
+    "a tree": ("bf16", "mtp1", ["NEXTN", *drafting(3, 4, 8), *FLASHINFER]),
+    "several models": ("bf16", "mtp1", ["NEXTN", *drafting(), "--enable-multi-layer-eagle", *FLASHINFER]),
+    "no draft model": ("bf16", "mtp1", ["NGRAM", "--speculative-num-draft-tokens", "4", *FLASHINFER]),
+}
 
 
 @pytest.fixture
@@ -153,11 +140,6 @@ def test_ranks_do_not_share_pages_beside_other_drafts(drafted, capfd, name):
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "NGRAM"])
 def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
     """The rule accepts no draft to which SGLang would give its own host pool."""
-    from sglang.srt.speculative.base_spec_worker import _can_pack_hicache_mtp
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    from sgl_kvpool.sglang_plugin.rules.host_sharing import _has_packed_draft
-
     model_config = SimpleNamespace(
         num_nextn_predict_layers=layers, hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])
     )

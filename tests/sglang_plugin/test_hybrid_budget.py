@@ -10,6 +10,14 @@ from codec_oracle import LAYOUTS
 from codec_oracle import row_bytes as row_bytes_of
 from configurators import classes_of, sizes_of
 from hybrid_configs import LAYERS, MLA_LAYERS
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.runtime_context import get_schedule
+
+from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
+from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
 
 #: Bytes of a row with rope, and of a row without.
 ROWS = {layout: (row_bytes_of(layout), row_bytes_of(layout, rope=0)) for layout in LAYOUTS}
@@ -22,7 +30,6 @@ STATES = {
     "bailing-kda": 3 * 32 * 3 * 2 + 2 * 16 * 16 * 4,
     "bailing-kda-norope": 3 * 32 * 3 * 2 + 2 * 16 * 16 * 4,
 }
-WITHOUT_ROPE = ("bailing-kda-norope",)
 GB = 1 << 30
 REST_GB = 0.25
 
@@ -30,24 +37,20 @@ REST_GB = 0.25
 @pytest.fixture
 def hooked(configured, checkpoints):
     """`hooked(layout, model, ...)`: SGLang's KVCacheConfigurator of a server or of its draft."""
-    from sglang.srt.configs.model_config import ModelConfig
 
     def build(layout, model="kda", *argv, draft=False, stage=(0, LAYERS), **fields):
         device = "cuda" if model == "glm5" else "cpu"
         # States with an extra buffer need a GPU; without overlap scheduling SGLang keeps them without it.
         without = () if device == "cuda" else ("--disable-overlap-schedule",)
         own = ModelConfig(checkpoints[model], is_draft_model=True) if draft else None
-        return configured(
-            checkpoints[model], layout, *without, *argv, device=device, draft=own, stage=stage, **fields
-        )
+        fields |= {"device": device, "draft": own, "stage": stage}
+        return configured(checkpoints[model], layout, *without, *argv, **fields)
 
     return build
 
 
 def pools_of(kvc, tokens, requests=2):
     """The pool of requests and their states, and the pool of rows, from SGLang's builders."""
-    from sglang.srt.runtime_context import get_schedule
-
     if get_schedule().max_mamba_cache_size is None:
         kvc._handle_max_mamba_cache(REST_GB)
     classes = {f"{kind}_pool_class": found for kind, found in classes_of(kvc).items()}
@@ -56,18 +59,10 @@ def pools_of(kvc, tokens, requests=2):
     return states, rows
 
 
-def row_bytes(layout, model):
-    return ROWS[layout][model in WITHOUT_ROPE]
-
-
 @pytest.mark.parametrize("model", STATES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
     """To the byte: REST_GB has the states and their padding slot, the workspace, and whole tokens of rows."""
-    from sglang.srt.runtime_context import get_schedule
-
-    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
-
     kvc = hooked(layout, model)
     rest = kvc._handle_max_mamba_cache(REST_GB)
     state_slots = get_schedule().max_mamba_cache_size + 1
@@ -75,7 +70,7 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
     assert round((REST_GB - rest) * GB) == state_bytes
 
     sizes = sizes_of(kvc)
-    token_bytes = len(MLA_LAYERS) * row_bytes(layout, model)
+    token_bytes = len(MLA_LAYERS) * ROWS[layout][model.endswith("norope")]
     assert sizes._cell_size == token_bytes
     assert sizes._fixed_overhead_bytes == 0  # attention on a CPU has no workspace
     available = int(rest * GB)
@@ -94,9 +89,6 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
 
 
 def test_sglangs_class_is_back_after_a_failure(hooked):
-    from sglang.srt.mem_cache import kv_cache_configurator
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
     kvc = hooked("fp4")
     kvc.kv_cache_dtype = torch.float32
     with pytest.raises(ValueError, match="SGLang sees layout"):
@@ -120,8 +112,6 @@ def test_a_stage_has_the_rows_of_its_own_layers(hooked, layout, stage, mla_layer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_charged_by_their_rows(hooked, layout, model):
     """The draft of such a model is one MLA layer, for which SGLang builds another hybrid pool."""
-    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
-
     assert sizes_of(hooked(layout, model, eagle=1))._cell_size == 3 * ROWS[layout][0]
     kvc = hooked(layout, model, draft=True, stage=(0, 1))
     _, draft = pools_of(kvc, 256)
@@ -134,12 +124,9 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model):
 
 def test_scales_of_a_checkpoint_reach_their_layers(hooked):
     """They are collected by model layer."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     kvc = hooked("fp8")
-    kvc.model = torch.nn.ModuleList(
-        [RadixAttention(2, 576, 1.0, 1, layer_id, v_head_dim=512) for layer_id in MLA_LAYERS]
-    )
+    layers = (RadixAttention(2, 576, 1.0, 1, layer_id, v_head_dim=512) for layer_id in MLA_LAYERS)
+    kvc.model = torch.nn.ModuleList(layers)
     for module, k_scale in zip(kvc.model, (0.5, 0.25), strict=True):
         module.k_scale_float = k_scale
     _, pool = pools_of(kvc, 128)
@@ -148,8 +135,6 @@ def test_scales_of_a_checkpoint_reach_their_layers(hooked):
 
 def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
     """Lightning layers are modules of the same class; a stage may have only such layers."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     kvc = hooked("fp8", "lightning", stage=(0, 3), pp_size=2)
     kvc.model = torch.nn.ModuleList([RadixAttention(2, 16, 1.0, 2, layer_id) for layer_id in range(3)])
     for module in kvc.model:
@@ -161,9 +146,6 @@ def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
 @pytest.mark.parametrize("layout", ["bf16", "fp8", "fp4"])
 def test_a_sparse_hybrid(hooked, layout):
     """GLM5-Next: rows by their layout, index keys as SGLang counts them."""
-    from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
-    from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
-
     tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
     readers = () if layout == "fp4" else tilelang
     stock, ours = sizes_of(hooked(None, "glm5", *tilelang)), sizes_of(hooked(layout, "glm5", *readers))

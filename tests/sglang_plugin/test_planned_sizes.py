@@ -11,15 +11,19 @@ import pytest
 import torch
 from codec_oracle import ROW_BYTES
 from configurators import sizes_of
+from refused import EAGLE
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.runtime_context import get_schedule
 
 from sgl_kvpool.commands.plan import ask
+from sgl_kvpool.commands.plan.plannable import IncompleteConfig, check_geometry
 
 # The planner's process imports SGLang, for 15 s, and forks for each server.
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).resolve().parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
-NO_DRAFT = {"draft_bytes": 0, "spread_ranks": 1}
+NO_DRAFT = {"index_bytes": 0, "draft_bytes": 0, "spread_ranks": 1}
 FRACTION = 0.8
 #: model: ranks, layers.
 MODELS = {"deepseek_v32": (8, 61), "kimi_k2": (8, 61), "kimi_linear": (4, 27)}
@@ -36,7 +40,7 @@ OTHERS = {
     "fp8 without tilelang": ("deepseek_v32", "fp8", ["--tp-size", "8"]),
     "tier": ("deepseek_v32", "fp4", ["--tp-size", "8", *TIER]),
     "narrow": ("kimi_linear", "bf16", ["--tp-size", "4", *TIER, "--kv-host-layout", "fp4"]),
-    "no mtp": ("kimi_k2", "fp4", ["--tp-size", "8", "--speculative-algorithm", "EAGLE"]),
+    "no mtp": ("kimi_k2", "fp4", ["--tp-size", "8", *EAGLE]),
     "dp attention": ("kimi_k2", "fp4", ["--tp-size", "8", "--dp-size", "4", "--enable-dp-attention"]),
     "replicas": ("kimi_k2", "fp4", ["--tp-size", "4", "--dp-size", "2"]),
     "pipeline": ("kimi_k2", "fp4", ["--tp-size", "4", "--pp-size", "2"]),
@@ -49,11 +53,7 @@ OTHERS = {
     "whole": ("kimi_k2", None, ["--tp-size", "8"]),
     "parts": ("kimi_k2", None, ["--tp-size", "8", "--dcp-size", "2"]),
     "parts with a layout": ("kimi_k2", "fp4", ["--tp-size", "8", "--dcp-size", "2"]),
-    "sparse parts": (
-        "deepseek_v32",
-        "fp4",
-        ["--tp-size", "8", "--dcp-size", "8", "--speculative-algorithm", "EAGLE", *TIER],
-    ),
+    "sparse parts": ("deepseek_v32", "fp4", ["--tp-size", "8", "--dcp-size", "8", *EAGLE, *TIER]),
     "hybrid pipeline": ("kimi_linear", None, ["--tp-size", "2", "--pp-size", "2"]),
     "heavy pipeline": ("kimi_k2", None, ["--tp-size", "1", "--pp-size", "2"]),
     "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
@@ -105,27 +105,24 @@ def sglang(configured, folders):
         eight_bits = layout == "fp8" or (model, layout) == ("deepseek_v32", "fp8_block_scale")
         dtype = torch.float8_e4m3fn if eight_bits else torch.bfloat16
         argv = arguments(model, layout)
-        return configured(
-            folders[model], None, *argv, device="cuda", dtype=dtype, stage=(0, MODELS[model][1])
-        )
+        fields = {"device": "cuda", "dtype": dtype, "stage": (0, MODELS[model][1])}
+        return configured(folders[model], None, *argv, **fields)
 
     return build
 
 
-def rest_gib(model):
+def rest_gib(ranks, fraction):
     """Memory of a rank for rows and states, in GiB."""
     free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
-    return free - MACHINE["weights_gib"] / MODELS[model][0] - free * (1 - FRACTION)
+    return free - MACHINE["weights_gib"] / ranks - free * (1 - fraction)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", ROWS)
 def test_sizes_are_those_of_sglangs_configurator(planned, sglang, model, layout):
-    from sglang.srt.runtime_context import get_schedule
-
     found = planned[model, layout]
     kvc = sglang(model, layout)
-    rest = rest_gib(model)
+    rest = rest_gib(MODELS[model][0], FRACTION)
     if kvc.mambaish_config is not None:
         rest = kvc._handle_max_mamba_cache(rest)
         assert found["state_slots"] == get_schedule().max_mamba_cache_size > 0
@@ -153,19 +150,14 @@ def padded_token_bytes(layers, key_bytes=0):
 def test_a_host_tier(planned):
     """Its bytes on the host; on the device the tier's engine needs page buffers."""
     tier, plain = planned["tier"], planned["heuristic"]
-    assert tier["host"] == {
-        "token_bytes": padded_token_bytes(61, key_bytes=132),
-        "index_bytes": 0,
-        "slot_bytes": 0,
-        "sharing_ranks": 8,
-        **NO_DRAFT,
-    }
+    kept = {"token_bytes": padded_token_bytes(61, key_bytes=132), "slot_bytes": 0, "sharing_ranks": 8}
+    assert tier["host"] == {**kept, **NO_DRAFT}
     assert plain["host"] is None
     buffers = 128 << 20  # 8 slots of 16 MiB, the limit: 16 pages of 1.6 MB would need more
     assert tier["workspace_bytes"] - plain["workspace_bytes"] == pytest.approx(buffers, rel=0.1)
     narrow = planned["narrow"]
     states = {"slot_bytes": 20 * STATE_BYTES + 16, "sharing_ranks": 1}  # with a checksum
-    assert narrow["host"] == {"token_bytes": padded_token_bytes(7), "index_bytes": 0, **states, **NO_DRAFT}
+    assert narrow["host"] == {"token_bytes": padded_token_bytes(7), **states, **NO_DRAFT}
     assert narrow["cell_bytes"] == 7 * 1152
 
 
@@ -176,22 +168,14 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
     assert found["attention_copies"] == (caches if name == "dp attention" else 1)
     assert (found["caches"], found["ranks_per_node"]) == (caches, 8)
     assert found["row_copies"] == 8 // caches
-    free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
-    left = free - MACHINE["weights_gib"] / tp_size - free * (1 - found["mem_fraction_static"])
-    assert abs(found["available_bytes"] - left * 2**30) <= 64
-
-
-def rows_gib(found, gpus):
-    """Memory of a rank for rows, in GiB."""
-    free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
-    return free - MACHINE["weights_gib"] / gpus - free * (1 - found["mem_fraction_static"])
+    assert abs(found["available_bytes"] - rest_gib(tp_size, found["mem_fraction_static"]) * 2**30) <= 64
 
 
 def test_stages_of_a_pipeline(planned):
     """61 layers are 30 and 31; the stage of 31 has fewer tokens, and the pipeline has as many."""
     found = planned["pipeline"]
     assert found["cell_bytes"] == 31 * 416
-    rows_bytes = rows_gib(found, 8) * 2**30 - found["workspace_bytes"]
+    rows_bytes = rest_gib(8, found["mem_fraction_static"]) * 2**30 - found["workspace_bytes"]
     assert abs(found["tokens"] - rows_bytes / (31 * 416)) <= found["page_size"] + 1
     assert (found["stages"], found["caches"], found["ranks_per_node"]) == (2, 1, 8)
     assert found["model"]["layers_with_rows"] == 61
@@ -228,13 +212,13 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
     assert {sparse["attention"][phase] for phase in ("prefill", "decode")} == {"dsa/kvpool_mla"}
 
 
+TOO_HEAVY = "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "heavy pipeline",
-            "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them",
-        ),
+        ("heavy pipeline", TOO_HEAVY),
         ("more stages than layers", "--pp-size 62 is more than the 61 layers; give 61 at most"),
         ("more nodes than ranks", "--nnodes 8 does not divide 4 ranks; give a divisor of 4"),
         ("parts above a group", "--dcp-size 4 does not divide 2 attention ranks; give a divisor of 2"),
@@ -242,7 +226,7 @@ def test_ranks_that_keep_parts_of_the_tokens(planned):
         ("unequal groups", "'assert cfg.tp_size % cfg.attn_dp_size == 0' (tp_size 8, attn_dp_size 3)"),
         ("no mtp", "DeepseekV3ForCausalLM has no MTP layers (num_nextn_predict_layers"),
         # 4 ranks hold 75 GiB each.
-        ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
+        ("too heavy", TOO_HEAVY),
         ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs are enough (--tp 4)"),
         # A rank holds 37.5 GiB and has 0.2 x 137.4; half of 37.5 would fit. 37.5 / 137.4 is 0.273.
         ("small part", "rows 27.5 GiB together; the fraction that the weights need, above 0.273, would"),
@@ -267,10 +251,6 @@ def test_refusals(planned, name, message):
 @pytest.mark.parametrize("removed", ["kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers"])
 def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
     """transformers would fill in DeepSeek-V3's sizes, such as a latent of 512."""
-    from sglang.srt.configs.model_config import ModelConfig
-
-    from sgl_kvpool.commands.plan.plannable import IncompleteConfig, check_geometry
-
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
@@ -281,7 +261,6 @@ def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
     check_geometry(model_config, tmp_path)  # a model that also takes images
     for lacking in ({**config, removed: None}, {k: v for k, v in config.items() if k != removed}):
         file.write_text(json.dumps(lacking))
-        with pytest.raises(
-            IncompleteConfig, match=f"config.json of {config['architectures'][0]} lacks {removed}, which"
-        ):
+        text = f"config.json of {config['architectures'][0]} lacks {removed}, which"
+        with pytest.raises(IncompleteConfig, match=text):
             check_geometry(model_config, tmp_path)

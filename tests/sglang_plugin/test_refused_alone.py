@@ -51,11 +51,7 @@ def refused_by_arguments(done):
 @pytest.mark.parametrize(
     ("argv", "environment", "text"),
     [
-        (
-            ("--kv-cache-layout", "fp5"),
-            {},
-            "--kv-cache-layout 'fp5' is not a KV cache layout; choose one of: auto",
-        ),
+        ((LAYOUT[0], "fp5"), {}, "--kv-cache-layout 'fp5' is not a KV cache layout; choose one of: auto"),
         ((), {"KVPOOL_KV_CACHE_LAYOUT": "int2"}, "KVPOOL_KV_CACHE_LAYOUT='int2' is not a KV cache layout;"),
         ((*LAYOUT, "--enable-hisparse"), {}, "--enable-hisparse does not work with --kv-cache-layout fp4"),
     ],
@@ -126,9 +122,8 @@ def test_an_engine_raises_in_its_program(launcher, arguments, environment, text)
 def test_invalid_numbers_of_the_pool_are_refused(resolve, checkpoints, field, value):
     """The message names the flag; SGLang's parser accepts it, so the spelling is SGLang's."""
     flag = "--" + field.replace("_", "-")
-    with pytest.raises(
-        ValueError, match=f"^{flag} {float(value):g}(.0)? is not a valid .*; give .*, or leave it out$"
-    ):
+    text = f"^{flag} {float(value):g}(.0)? is not a valid .*; give .*, or leave it out$"
+    with pytest.raises(ValueError, match=text):
         resolve(checkpoints["mla"], *LAYOUT, f"{flag}={value}")
 
 

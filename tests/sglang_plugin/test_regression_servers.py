@@ -9,6 +9,7 @@ import pytest
 import random_deepseek
 import random_hybrid
 import test_server_gpu
+from sglang.srt.arg_groups.overrides import resolving_view
 
 from scripts.kit.environment import OPTIONAL_MODULES, Machine
 from scripts.servers.request import Request
@@ -38,7 +39,6 @@ def models(tmp_path_factory):
 @pytest.fixture
 def view(resolve, monkeypatch):
     """`view(arguments, environment)`: a resolving view of a server."""
-    from sglang.srt.arg_groups.overrides import resolving_view
 
     def run(arguments, environment):
         flag, model, *argv = arguments
@@ -86,12 +86,10 @@ def checkpoints_of_tests(tmp_path_factory):
     """The checkpoints that the server tests of tests/gpu write."""
     root = tmp_path_factory.mktemp("models")
     shapes = dict.fromkeys(shape for shape, _ in test_server_gpu.SERVERS)
-    return {
-        shape: (random_hybrid if shape in random_hybrid.CONFIGS else random_deepseek).write(
-            root / shape, shape
-        )
-        for shape in shapes
+    writers = {
+        shape: random_hybrid if shape in random_hybrid.CONFIGS else random_deepseek for shape in shapes
     }
+    return {shape: writer.write(root / shape, shape) for shape, writer in writers.items()}
 
 
 @pytest.mark.parametrize(("shape", "name"), test_server_gpu.SERVERS)

@@ -10,18 +10,24 @@ from types import SimpleNamespace
 
 import pytest
 from codec_oracle import LAYOUTS
+from sglang.srt.arg_groups import overrides, resolution_hooks
+from sglang.srt.arg_groups.overrides import resolving_view as view
+from sglang.srt.server_args import ServerArgs
 from shown import SHOWN
 
-
-def view(server_args):
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    return resolving_view(server_args)
+from sgl_kvpool import env
+from sgl_kvpool.sglang_plugin import rules
+from sgl_kvpool.sglang_plugin.hooks.launching import (
+    _configure_scheduler_process,
+    _launch_scheduler_actors,
+    _launch_scheduler_processes,
+)
+from sgl_kvpool.sglang_plugin.options import config_of
+from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
+from sgl_kvpool.sglang_plugin.rules import arguments
 
 
 def asked(server_args):
-    from sgl_kvpool.sglang_plugin.options import config_of
-
     layout = config_of(server_args).layout
     return layout and layout.value
 
@@ -54,12 +60,8 @@ def test_a_layout_decides_dtype_and_backend(resolve, checkpoints, layout, dtype)
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ("bf16", "fp8_e4m3"),
-        ("fp8", "fp8_e5m2"),
-        ("fp8", "bfloat16"),
-        ("fp8_block_scale", "fp8_e5m2"),
-        ("fp4", "fp4_mx_block16"),
-        ("fp4", "nvfp4"),
+        *(("bf16", "fp8_e4m3"), ("fp8", "fp8_e5m2"), ("fp8", "bfloat16"), ("fp8_block_scale", "fp8_e5m2")),
+        *(("fp4", "fp4_mx_block16"), ("fp4", "nvfp4")),
     ],
 )
 def test_contradicting_dtypes(resolve, checkpoints, layout, dtype):
@@ -110,9 +112,7 @@ def test_every_rule_is_in_a_list():
 
     A generator lists obstacles, which a rule refuses.
     """
-    from sgl_kvpool.sglang_plugin import rules
     from sgl_kvpool.sglang_plugin.hooks import server_args
-    from sgl_kvpool.sglang_plugin.rules import arguments
 
     tables = (server_args.RULES_BEFORE, server_args.RULES_OF_BACKENDS, server_args.RULES_AFTER)
     listed = {rule for table in tables for _, rule in table} | {*arguments.RULES, *arguments.RULES_OF_STOCK}
@@ -126,9 +126,6 @@ def test_every_rule_is_in_a_list():
 
 
 def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypatch):
-    from sgl_kvpool import env
-    from sgl_kvpool.sglang_plugin.hooks.launching import _launch_scheduler_processes
-
     seen = []
 
     def spawn(cls, server_args, *args, **kwargs):
@@ -143,12 +140,8 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
     assert seen == [(None, False), ("pools, dense MLA on a CPU", True), (None, False)]
 
 
-def test_any_launcher_gives_its_schedulers_the_last_resolved_arguments(
-    resolve, checkpoints, monkeypatch, capsys
-):
+def test_any_launchers_schedulers_get_the_last_resolved_arguments(resolve, checkpoints, monkeypatch, capsys):
     """As SMG's gRPC servicer, which spawns them itself; a scheduler of other arguments ends."""
-    from sgl_kvpool import env
-    from sgl_kvpool.sglang_plugin.hooks.launching import _configure_scheduler_process
 
     def end(status):
         raise SystemExit(status)
@@ -166,17 +159,14 @@ def test_any_launcher_gives_its_schedulers_the_last_resolved_arguments(
     assert configure(plain) == "went on"
     with pytest.raises(SystemExit):
         configure(packed)
-    assert (
-        "the hook groups None, but its arguments need 'pools, dense MLA on a CPU'" in capsys.readouterr().err
-    )
+    text = "the hook groups None, but its arguments need 'pools, dense MLA on a CPU'"
+    assert text in capsys.readouterr().err
     resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     with pytest.raises(SystemExit):
         configure(plain)
 
 
 def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
-    from sgl_kvpool.sglang_plugin.hooks.launching import _launch_scheduler_actors
-
     packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     with pytest.raises(ValueError, match="RayEngine does not work with KV cache layout fp4"):
         _launch_scheduler_actors(print, object, packed)
@@ -184,10 +174,6 @@ def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
 
 
 def test_a_record_resolved_without_the_plugin_is_refused():
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin.pool_request import PoolRequest
-
     configurator = SimpleNamespace(server_args=ServerArgs(model_path="dummy"))
     with pytest.raises(RuntimeError, match="resolved before SGLang's plugins were loaded"):
         PoolRequest(configurator)
@@ -195,10 +181,9 @@ def test_a_record_resolved_without_the_plugin_is_refused():
 
 def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeypatch):
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
+    argv = ("--kv-cache-layout", "bf16", "--prefill-attention-backend", "torch_native")
     with pytest.raises(ValueError, match="does nothing for the prefill attention backend torch_native"):
-        resolve(
-            checkpoints["mla"], *("--kv-cache-layout", "bf16", "--prefill-attention-backend", "torch_native")
-        )
+        resolve(checkpoints["mla"], *argv)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +199,6 @@ def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeyp
 )
 def test_what_changes_on_the_way_is_noticed(resolve, checkpoints, monkeypatch, changed, argv, text):
     """By a model rule or another plugin, for example; SGLang would write rows of another dtype."""
-    from sglang.srt.arg_groups import overrides, resolution_hooks
 
     def meddle(server_args, previous):
         previous(server_args)

@@ -5,10 +5,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
-from live_processes import ended
+from live_processes import ended, holds
 
 from scripts.bench.measurements import measurements
 from scripts.bench.tests import in_order
@@ -131,9 +130,8 @@ def test_every_way_to_end(project, run, tmp_path):
 def test_what_breaks_cuda_fails_alone(project, run):
     status, found, _ = run(*project(test_cuda=BREAKS_CUDA))
     assert status == 1
-    assert {name.partition("::")[2]: outcome for name, (outcome, _) in found.items()} == {
-        "test_1_faults": "wrong", "test_2_is_not_concerned": "measured",
-    }  # fmt: skip
+    outcome = {name.partition("::")[2]: said for name, (said, _) in found.items()}
+    assert outcome == {"test_1_faults": "wrong", "test_2_is_not_concerned": "measured"}
     assert "illegal memory access" in found["test_cuda.py::test_1_faults"][1]
 
 
@@ -180,10 +178,7 @@ def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_pa
     out = tmp_path / "out"
     process = start(project, out, *project(test_some=code))
     pid = project.folder / "pid"
-    for _ in range(600):
-        if pid.exists() and pid.read_text():
-            break
-        time.sleep(0.1)
+    assert holds(lambda: pid.exists() and pid.read_text(), 60)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert outcomes(out) == {"test_some.py::test_quick": ("measured", "")}
