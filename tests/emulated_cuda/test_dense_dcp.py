@@ -34,7 +34,12 @@ ENGINES = {
     "one, EAGLE3": ({"speculative_algorithm": "EAGLE3"}, COMPUTED),
     "two, EAGLE3": (RANKS | {"speculative_algorithm": "EAGLE3"}, [*COMPUTED, WITHOUT]),
 }
+WANTED = [copying_deepseek.continued(ids, NEW) for ids in copying_engine.prompts(SHARED, OWN)]
 HITS = {"device hit": "device", "host hit": "host"}
+
+
+def ids_of(answers):
+    return [answer["output_ids"] for answer in answers]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +89,7 @@ def test_tokens_and_accepted_drafts_are_those_of_one_rank(answers, name):
     found, alone = answers(name), answers(name.replace("two", "one"))["computed"]
     steps = 1 if "step" in name else 3
     assert 1.3 < accept_length(alone) < 1 + steps
-    for ids, answer in zip(copying_engine.prompts(SHARED, OWN), alone, strict=True):
-        assert answer["output_ids"] == copying_deepseek.continued(ids, NEW)
+    assert ids_of(alone) == WANTED
     for phase in ("computed", *HITS):
         if phase in found:
             assert tokens_and_drafts(found[phase]) == tokens_and_drafts(alone), phase
@@ -103,8 +107,7 @@ def test_hits_are_of_the_rows_of_all_ranks(answers, hit):
 def test_drafts_depend_on_their_rows(answers, name):
     """Of a draft's own checkpoint too, whose chains are right in their first step."""
     found = answers(name)
-    for ids, answer in zip(copying_engine.prompts(SHARED, OWN), found["computed"], strict=True):
-        assert answer["output_ids"] == copying_deepseek.continued(ids, NEW)
+    assert ids_of(found["computed"]) == WANTED
     print("accept length", name, accept_length(found["computed"]), accept_length(found["without rows"]))
     assert accept_length(found["without rows"]) < accept_length(found["computed"]) - 0.3
 
@@ -112,6 +115,5 @@ def test_drafts_depend_on_their_rows(answers, name):
 def test_rows_of_glm_are_gathered(answers):
     """SGLang's class of GLM-4.7-Flash has DeepSeek's attention, and nothing that plans the gathering."""
     found = answers("two, GLM")["computed"]
-    for ids, answer in zip(copying_engine.prompts(SHARED, OWN), found, strict=True):
-        assert answer["output_ids"] == copying_deepseek.continued(ids, NEW)
+    assert ids_of(found) == WANTED
     assert tokens_and_drafts(found) == tokens_and_drafts(answers("one")["computed"])

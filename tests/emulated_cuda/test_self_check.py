@@ -24,10 +24,7 @@ QUICK = ["fp4 page_major", "fp8_block_scale, host fp4", "fp4, sparse"]
 
 @pytest.mark.parametrize(
     ("names", "count"),
-    [
-        pytest.param(QUICK, 3, marks=pytest.mark.quick, id="quick"),
-        pytest.param([], 37, id="all"),
-    ],
+    [pytest.param(QUICK, 3, marks=pytest.mark.quick, id="quick"), pytest.param([], 37, id="all")],
 )
 def test_the_self_check_passes(on_device, names, count):
     (facts, problems), _ = said(on_device, CODE.format(names=names), 1200)

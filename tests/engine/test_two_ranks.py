@@ -28,36 +28,19 @@ ALONE = FIRST["fp4"]
 MISS = {"device": 0, "host": 0, "storage": 0}
 
 
-def started_on_request(*names):
-    """Marks of a test whose servers are not started unless asked for."""
-    if os.environ.get(ALL_RANKS):
-        return [pytest.mark.engine(*names)]
-    return [pytest.mark.skip(reason=f"one more server of two processes; {ALL_RANKS}=1 starts it")]
+def servers_of(*names, on_request=(), beside=()):
+    """A test of each of these servers; those `on_request` are not started unless asked for."""
+    skip = pytest.mark.skip(reason=f"one more server of two processes; {ALL_RANKS}=1 starts it")
+    marks = {name: pytest.mark.engine(name, *beside) for name in (*names, *on_request)}
+    if not os.environ.get(ALL_RANKS):
+        marks |= dict.fromkeys(on_request, skip)
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-servers = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(TWO_RANKS, marks=pytest.mark.engine(TWO_RANKS, ALONE)),
-        pytest.param(APART, marks=pytest.mark.engine(APART, ALONE)),
-        pytest.param(STAGES, marks=started_on_request(STAGES, ALONE)),
-    ],
-)
-both = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.engine(name)) for name in (TWO_RANKS, APART)]
-)
-replicas = pytest.mark.parametrize(
-    "name", [pytest.param(REPLICAS, marks=started_on_request(REPLICAS, ALONE))]
-)
-
-
-updated = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(APART, marks=pytest.mark.engine(APART)),
-        *(pytest.param(name, marks=started_on_request(name)) for name in (STAGES, REPLICAS)),
-    ],
-)
+servers = servers_of(TWO_RANKS, APART, on_request=[STAGES], beside=[ALONE])
+both = servers_of(TWO_RANKS, APART)
+replicas = servers_of(on_request=[REPLICAS], beside=[ALONE])
+updated = servers_of(APART, on_request=[STAGES, REPLICAS])
 
 
 def ids(answers):

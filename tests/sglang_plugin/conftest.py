@@ -3,6 +3,7 @@
 import json
 import os
 
+import foreign_version
 import forks
 import pytest
 from hybrid_configs import HYBRIDS, SPARSE
@@ -28,10 +29,7 @@ def launcher(tmp_path_factory):
 @pytest.fixture
 def other_sglang(tmp_path):
     """A folder that makes Python's metadata say that SGLang 0.6.1 is installed."""
-    info = tmp_path / "sglang-0.6.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
-    return tmp_path
+    return foreign_version.write(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,12 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), lifespan="off")
 """
 
 
+def program(code, folder, *arguments):
+    """A server that runs this code, with a port as its second argument."""
+    command = ["--port", str(free_port()), *arguments]
+    return Server(command, folder / "log", wait_seconds=100, program=(sys.executable, "-c", code))
+
+
 def test_free_ports_are_below_the_ephemeral_range():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = [free_port() for _ in range(300)]
@@ -53,13 +59,12 @@ def test_without_room_below_the_ephemeral_ports_the_kernel_chooses(monkeypatch):
 def test_a_port_taken_during_the_start_is_reported_at_once(tmp_path, listening):
     """SGLang's launcher stays alive without a socket: CI once waited ten minutes for such a server."""
     with socket.socket() as thief:
-        port = free_port()
+        launched = program(LAUNCHER, tmp_path)
+        port = int(launched.arguments[1])
         thief.bind(("127.0.0.1", port))
         if listening:
             thief.listen()
         begin = time.monotonic()
-        program = (sys.executable, "-c", LAUNCHER)
-        launched = Server(["--port", str(port)], tmp_path / "log", wait_seconds=100, program=program)
         with pytest.raises(ServerFailed, match=rf"port {port} was taken .*(?s:.)*{re.escape('[Errno 98]')}"):
             launched.__enter__()
         assert time.monotonic() - begin < 30
@@ -90,12 +95,9 @@ SCHEDULER_ENDED = SCHEDULER_KILLED.replace("code -9", "code 1")
 SCHEDULER_RAISED = SCHEDULER_KILLED.replace("Subprocess", "Exception in")
 
 
-def failure(folder, program, *arguments):
+def failure(folder, code, *arguments):
     """The demo's message about a program that ends during its start, or at its first request."""
-    port = free_port()
-    program = (sys.executable, "-c", program)
-    server = Server(["--port", str(port), *arguments], folder / "log", wait_seconds=100, program=program)
-    with pytest.raises(ServerFailed) as failed, server:
+    with pytest.raises(ServerFailed) as failed, program(code, folder, *arguments) as server:
         server.generate(text="x")
     return str(failed.value)
 
@@ -129,10 +131,8 @@ def test_a_server_that_ended_itself_shows_the_end_of_its_log(tmp_path):
 
 
 def test_a_server_that_does_not_answer_in_time(tmp_path):
-    program = (sys.executable, "-c", MORTAL)
-    arguments = ["--port", str(free_port()), "import time; time.sleep(20)"]
     with (
-        Server(arguments, tmp_path / "log", wait_seconds=100, program=program) as server,
+        program(MORTAL, tmp_path, "import time; time.sleep(20)") as server,
         pytest.raises(ServerFailed, match=r"no answer in 1 s; is the machine busy\?\n(?s:.)*asked for /slow"),
     ):
         server.get("/slow", timeout_seconds=1)
@@ -142,9 +142,7 @@ def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
     """The server keeps running: the demo does not wait for its end. The body has the reason."""
     mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")
     mortal = mortal.replace('response.body"', 'response.body", "body": b"Too\\x1b\\n many tokens"')
-    program = (sys.executable, "-c", mortal)
-    arguments = ["--port", str(free_port()), "pass"]
-    with Server(arguments, tmp_path / "log", wait_seconds=100, program=program) as server:
+    with program(mortal, tmp_path, "pass") as server:
         begin = time.monotonic()
         with pytest.raises(urllib.error.HTTPError, match=r"400.*: Too many tokens$") as failed:
             server.generate(text="x")
