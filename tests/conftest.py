@@ -46,9 +46,9 @@ if EMULATED:
         import torch  # noqa: F401
     else:
         emulated_cuda.plugin.install()
-        # Processes that tests start are on the device too.
-        sys.path.append(site)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+    # Processes that tests start are on the device too; xdist gives a worker the path from before this line.
+    sys.path.append(site)
 elif COMPILED:
     os.environ["TEST_COMPILED"] = "1"
     os.environ["TRITON_INTERPRET"] = "0"
