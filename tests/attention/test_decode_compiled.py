@@ -92,7 +92,7 @@ def compiled_by_older_triton():
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
-        done = ran(*command, "--target", partial, f"triton=={OLDER}")
+        done = ran(*command, "--target", partial, f"triton=={OLDER}", timeout=None)
         if done.returncode:
             pytest.skip(f"triton {OLDER} cannot be downloaded: {done.stderr.strip()[-200:]}")
         partial.rename(folder)

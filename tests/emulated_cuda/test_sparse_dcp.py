@@ -4,13 +4,12 @@ The checkpoint and its Engines are those of test_sparse_mtp.py. Slots lie beyond
 rank's rows, they would be others'.
 """
 
-import copying_deepseek
 import pytest
 
-from emulated_cuda import copying_engine
+from emulated_cuda import test_sparse_mtp as over_hits
 from emulated_cuda.copying_engine import NEW
 from emulated_cuda.test_models import OPTIONS, SPARSE_OPTIONS
-from emulated_cuda.test_sparse_mtp import HITS, SERVERS, TIER, accept_length, serve, tokens_and_drafts
+from emulated_cuda.test_sparse_mtp import HITS, SERVERS, TIER, accept_length, tokens_and_drafts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
@@ -35,14 +34,8 @@ def ran(request, on_device, tmp_path_factory):
     """The layout, the number of ranks, what Engines said by phase, and the folder of what they left."""
     layout, ranks, merge = request.param
     folder = tmp_path_factory.mktemp("ranks")
-    alone = {
-        "kv_cache_layout": layout,
-        "tp_size": ranks,
-        "lengths": LENGTHS,
-        **OPTIONS,
-        **SPARSE_OPTIONS,
-        **TIER,
-    }
+    alone = {"kv_cache_layout": layout, "tp_size": ranks, "lengths": LENGTHS}
+    alone |= {**OPTIONS, **SPARSE_OPTIONS, **TIER}
     spread = {**alone, "dcp_size": ranks, "dcp_comm_backend": merge, "max_total_tokens": TOKENS // ranks}
     computed, *later = SERVERS[0]
     if layout != "bf16":  # `fp4` runs in `make test`, and four ranks take as long
@@ -52,17 +45,14 @@ def ran(request, on_device, tmp_path_factory):
         # FlashAttention 3, which SGLang takes for decoding these rows, is not replaced there.
         one = alone | {"dsa_decode_backend": "flashmla_sparse"}
         servers += [(SERVERS[1], spread), ([("one", "", "", NEW)], one)]
-    return layout, ranks, serve(on_device, folder, servers, index_topk=TOP_K), folder
+    return layout, ranks, over_hits.serve(on_device, folder, servers, index_topk=TOP_K), folder
 
 
 def test_tokens_are_copied_and_drafts_accepted(ran):
     """As without `--dcp-size`: drafts depend on the draft's own rows, which every rank has."""
     layout, _, answers, _ = ran
     said = answers["computed"]
-    for ids, answer in zip(copying_engine.prompts(*LENGTHS), said, strict=True):
-        assert answer["output_ids"] == copying_deepseek.continued(ids, NEW)
-    print("accept length", accept_length(said))
-    assert 1 + 0.5 + 0.5**2 + 0.5**3 < accept_length(said) < 1 + 0.9 + 0.9**2 + 0.9**3
+    over_hits.check_computed(said, *LENGTHS)
     if layout == "fp4":
         assert [answer["meta_info"]["spec_accept_length"] for answer in said] == pytest.approx(ACCEPTED)
     if layout == "bf16":
@@ -80,11 +70,7 @@ def test_hits_say_what_was_computed(ran, hit):
     answers = ran[2]
     if hit not in answers:
         pytest.skip("run with `bf16`")
-    found = [answer["meta_info"] for answer in answers[hit]]
-    assert all(answer["cached_tokens"] >= LENGTHS[0] for answer in found)
-    loaded = [answer["cached_tokens_details"].get(HITS[hit], 0) for answer in found]
-    assert max(loaded) >= LENGTHS[0], loaded
-    assert tokens_and_drafts(answers[hit]) == tokens_and_drafts(answers["computed"])
+    over_hits.check_hit(answers, hit, LENGTHS[0])
 
 
 def test_drafts_depend_on_rows_and_tokens_on_index_keys(ran):

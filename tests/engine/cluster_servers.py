@@ -168,7 +168,7 @@ def demo(_model_path, folder):
 
 
 def interrupted(number):
-    """A job: a signal ends the demo while its servers are asked; nothing may be left of it."""
+    """A job: a signal ends the demo once a router runs beside its servers; nothing may be left."""
 
     def job(_model_path, folder):
         folder.mkdir()
@@ -183,8 +183,11 @@ def interrupted(number):
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         try:
-            answering = "servers that answer, for which a router starts"
-            until(lambda: list(folder.rglob("router-fp4.log")) or process.poll() is not None, answering, 300)
+
+            def answering():
+                return any(log.stat().st_size for log in folder.rglob("router-fp4.log"))
+
+            until(lambda: answering() or process.poll() is not None, "a router beside its servers", 300)
             assert process.poll() is None, printed.read_text()
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(number)

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import graph_runners
 import pytest
 import torch
 from graph_runners import Model, as_eager, batch_of, eager, model_runner, publish_one_rank, replayed
@@ -13,7 +14,7 @@ pytest.importorskip("sglang")
 pytestmark = pytest.mark.gpu
 
 #: Without steps each request verifies the token that it would decode. The server starts with `FIRST`.
-STEPS = (0, 2, 3)
+STEPS = (0, 2, graph_runners.DRAFT_TOKENS - 1)
 FIRST = 2
 
 

@@ -63,7 +63,7 @@ def _name(stem: str, path: Path) -> str:
 def _processor() -> str:
     """What -march=native depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line for line in lines if line.startswith(("flags", "Features")))
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @functools.cache
