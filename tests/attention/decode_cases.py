@@ -67,23 +67,10 @@ class Case:
 
 
 def make_case(
-    layout,
-    *,
-    rank=512,
-    rope=64,
-    heads=8,
-    counts=((70,), (131,)),
-    width=150,
-    slots=None,
-    arrangement="layer_major",
-    page_size=4,
-    ids=torch.int32,
-    dtype=torch.bfloat16,
-    k_scale=1.0,
-    fill=0xFF,
-    holes=True,
-    seed=0,
-):
+    layout, *, rank=512, rope=64, heads=8, counts=((70,), (131,)), width=150, slots=None,
+    arrangement="layer_major", page_size=4, ids=torch.int32, dtype=torch.bfloat16, k_scale=1.0, fill=0xFF,
+    holes=True, seed=0,
+):  # fmt: skip
     """Lists of random slots; what no list refers to holds NaN bytes, entries beyond a count are garbage.
 
     counts : one tuple per list, one number of rows per query of the list

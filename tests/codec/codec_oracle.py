@@ -209,16 +209,8 @@ def cast(values, dtype):
 
 
 def assert_same_bytes(found, expected, what="rows"):
-    """Assert bitwise equality; the message names the first wrong place."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    wrong = np.argwhere(found != expected)
-    if len(wrong):
-        at = tuple(wrong[0])
-        raise AssertionError(
-            f"{what}: {len(wrong)} of {found.size} bytes differ, first at {at}: "
-            f"{found[at]:#04x}, expected {expected[at]:#04x}"
-        )
+    """Assert bitwise equality; the message names the first wrong places."""
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected), what, strict=True)
 
 
 def assert_same_values(found, expected):

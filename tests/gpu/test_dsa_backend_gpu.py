@@ -9,9 +9,10 @@ import pytest
 from dsa_case import DRAFTS, HEADS, RANK, ROPE, in_forward
 from engine_cases import quick
 from test_cuda_backend_gpu import publish_alone
-from test_dsa_backend import EXTENDS, PAIRS, close
 
 pytest.importorskip("sglang")
+from test_dsa_backend import EXTENDS, PAIRS, close
+
 pytestmark = pytest.mark.gpu
 PREFIXES = {"none": [0, 0, 0], "some": [0, 189, 6]}
 LENGTHS = [9, 200, 7]

@@ -6,22 +6,10 @@ import types
 from types import SimpleNamespace
 
 import codec_oracle as oracle
+import graph_runners as runners
 import pytest
 import torch
 from engine_cases import quick
-from graph_runners import (
-    DRAFT_TOKENS,
-    WIDTH,
-    Model,
-    as_eager,
-    batch_of,
-    eager,
-    model_runner,
-    publish_one_rank,
-    replayed,
-    store_prefixes,
-    stored_rows,
-)
 from test_cuda_backend_gpu import DEVICE, PLACED, Case, no_waits
 
 pytest.importorskip("sglang")
@@ -47,14 +35,14 @@ def frozen_garbage():
 def decode(layout, mode, arrangement="layer_major", requests=(4,)):
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    args = publish_one_rank(speculative=mode != "DECODE", requests=requests)
-    case, model = Case(layout, *LENGTHS[mode], arrangement), Model()
-    runner = DecodeCudaGraphRunner(model_runner(case, args, model))
+    args = runners.publish_one_rank(speculative=mode != "DECODE", requests=requests)
+    case, model = Case(layout, *LENGTHS[mode], arrangement), runners.Model()
+    runner = DecodeCudaGraphRunner(runners.model_runner(case, args, model))
     assert [key.size for key in runner.backend._graphs] == sorted(requests, reverse=True)
-    wanted = eager(case, model, batch_of(case, mode))
-    found = replayed(runner, batch_of(case, mode))
+    wanted = runners.eager(case, model, runners.batch_of(case, mode))
+    found = runners.replayed(runner, runners.batch_of(case, mode))
     assert (runner.raw_bs, runner.bs) == (3, 4)
-    as_eager(case, found, wanted)
+    runners.as_eager(case, found, wanted)
     return case, model, runner
 
 
@@ -63,15 +51,15 @@ def test_decode_in_graphs_of_several_sizes():
     """Three requests padded to four, then one, two and no requests in the graphs of one and two."""
     case, model, runner = decode("fp4", "DECODE", requests=(1, 2, 4))
     for requests in (1, 2, 0):
-        batch, again = (first_requests(batch_of(case, "DECODE"), requests) for _ in range(2))
-        wanted = eager(case, model, again) if requests else (None, stored_rows(case))
+        batch, again = (first_requests(runners.batch_of(case, "DECODE"), requests) for _ in range(2))
+        wanted = runners.eager(case, model, again) if requests else (None, runners.stored_rows(case))
         with no_waits():
             found = runner.execute(batch)
         assert (runner.raw_bs, runner.bs) == (requests, max(requests, 1))
         if requests:
-            as_eager(case, found, wanted)
+            runners.as_eager(case, found, wanted)
         else:
-            assert all(map(torch.equal, stored_rows(case), wanted[1]))
+            assert all(map(torch.equal, runners.stored_rows(case), wanted[1]))
 
 
 def first_requests(batch, count):
@@ -92,15 +80,15 @@ def test_verify_of_dspark_in_a_graph():
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-    args = publish_one_rank(speculative=True, speculative_algorithm="DSPARK")
-    case, model = Case("fp4", *LENGTHS["TARGET_VERIFY"]), Model()
-    runner = DecodeCudaGraphRunner(model_runner(case, args, model))
-    batch, of_eagle = (batch_of(case, "TARGET_VERIFY") for _ in range(2))
-    batch.spec_info = DFlashVerifyInput(batch.input_ids, batch.positions, DRAFT_TOKENS)
-    wanted = eager(case, model, of_eagle)
-    found = replayed(runner, batch)
+    args = runners.publish_one_rank(speculative=True, speculative_algorithm="DSPARK")
+    case, model = Case("fp4", *LENGTHS["TARGET_VERIFY"]), runners.Model()
+    runner = DecodeCudaGraphRunner(runners.model_runner(case, args, model))
+    batch, of_eagle = (runners.batch_of(case, "TARGET_VERIFY") for _ in range(2))
+    batch.spec_info = DFlashVerifyInput(batch.input_ids, batch.positions, runners.DRAFT_TOKENS)
+    wanted = runners.eager(case, model, of_eagle)
+    found = runners.replayed(runner, batch)
     assert (runner.raw_bs, runner.bs) == (3, 4)
-    as_eager(case, found, wanted)
+    runners.as_eager(case, found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +109,15 @@ def draft_worker(case, model, args):
     from sgl_kvpool.srt.attention import decode_verify
     from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
 
-    runner = model_runner(case, args, model, draft=True)
+    runner = runners.model_runner(case, args, model, draft=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_verify, "get_buffer", lambda name, make: make())
-        steps = KVPoolMultiStepDraftBackend(runner, 1, DRAFT_TOKENS - 1)
+        steps = KVPoolMultiStepDraftBackend(runner, 1, runners.DRAFT_TOKENS - 1)
     runner.draft_attn_backend = steps
-    empty = [torch.zeros(8, DRAFT_TOKENS - 1, dtype=torch.long, device=DEVICE) for _ in range(2)]
+    empty = [torch.zeros(8, runners.DRAFT_TOKENS - 1, dtype=torch.long, device=DEVICE) for _ in range(2)]
     worker = SimpleNamespace(
-        draft_runner=runner, topk=1, speculative_num_steps=DRAFT_TOKENS - 1,
-        speculative_num_draft_tokens=DRAFT_TOKENS, speculative_algorithm=runner.spec_algorithm,
+        draft_runner=runner, topk=1, speculative_num_steps=runners.DRAFT_TOKENS - 1,
+        speculative_num_draft_tokens=runners.DRAFT_TOKENS, speculative_algorithm=runner.spec_algorithm,
         hot_token_id=None, index_share_for_mtp_iteration=False, seed_dsa_topk_from_draft_extend=False,
         dsa_seed_topk_width=0, draft_attn_backend=steps, draft_extend_attn_backend=case.backend,
         _topk1_parents_prealloc=empty[0], _topk1_score_indices_prealloc=empty[1],
@@ -138,7 +126,7 @@ def draft_worker(case, model, args):
     return worker
 
 
-def draft_batch(case, steps=DRAFT_TOKENS - 1):
+def draft_batch(case, steps=runners.DRAFT_TOKENS - 1):
     """Drafting after `prefixes` tokens; the slots of `steps` tokens are in the request table already."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
@@ -151,7 +139,7 @@ def draft_batch(case, steps=DRAFT_TOKENS - 1):
     batch.spec_info = EagleDraftInput(
         topk_p=torch.ones(requests, 1, device=DEVICE),
         topk_index=torch.tensor([[5], [9], [33]][:requests], device=DEVICE),
-        hidden_states=torch.zeros(requests, WIDTH, dtype=torch.bfloat16, device=DEVICE),
+        hidden_states=torch.zeros(requests, runners.WIDTH, dtype=torch.bfloat16, device=DEVICE),
         capture_hidden_mode=CaptureHiddenMode.LAST,
     )
     batch.seq_lens_cpu = batch.seq_lens_sum = batch.sampling_info = None
@@ -162,32 +150,32 @@ def draft_batch(case, steps=DRAFT_TOKENS - 1):
 def drafting(layout, arrangement="layer_major"):
     from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 
-    args = publish_one_rank(speculative=True)
-    case, model = Case(layout, *LENGTHS["TARGET_VERIFY"], arrangement), Model()
+    args = runners.publish_one_rank(speculative=True)
+    case, model = Case(layout, *LENGTHS["TARGET_VERIFY"], arrangement), runners.Model()
     worker = draft_worker(case, model, args)
     runner = EAGLEDraftCudaGraphRunner(worker)
     batch = draft_batch(case)
     worker.draft_attn_backend.init_forward_metadata(batch)
     wanted = [None if x is None else x.clone() for x in worker.draft_forward(batch)]
-    rows = stored_rows(case)
-    found = replayed(runner, draft_batch(case))
+    rows = runners.stored_rows(case)
+    found = runners.replayed(runner, draft_batch(case))
     for one, other in zip(found, wanted, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
     assert len(wanted[2].unique()) > 4  # tokens, which depend on what the steps attended
-    assert all(map(torch.equal, stored_rows(case), rows))
+    assert all(map(torch.equal, runners.stored_rows(case), rows))
 
 
 def draft_extend(layout, arrangement="layer_major"):
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 
-    args = publish_one_rank(speculative=True)
+    args = runners.publish_one_rank(speculative=True)
     mode = "DRAFT_EXTEND_V2"
-    case, model = Case(layout, *LENGTHS[mode], arrangement), Model()
+    case, model = Case(layout, *LENGTHS[mode], arrangement), runners.Model()
     runner = EAGLEDraftExtendCudaGraphRunner(draft_worker(case, model, args))
-    wanted = eager(case, model, batch_of(case, mode))
-    batch = batch_of(case, mode)
-    as_eager(case, replayed(runner, batch, batch.spec_info.select_index), wanted)
+    wanted = runners.eager(case, model, runners.batch_of(case, mode))
+    batch = runners.batch_of(case, mode)
+    runners.as_eager(case, runners.replayed(runner, batch, batch.spec_info.select_index), wanted)
 
 
 LAYOUTS = [*((layout, "layer_major") for layout in oracle.LAYOUTS), *(("fp4", one) for one in PLACED[1:])]
@@ -206,15 +194,15 @@ def test_prefill_in_breakable_graphs(layout, arrangement):
     """123 tokens padded to 160; attention of two layers runs between the segments of the graph."""
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
-    args = publish_one_rank()
-    case, model = Case(layout, *LENGTHS["EXTEND"], arrangement), Model((1, 2))
-    store_prefixes(case, model.model.layers[1])
-    runner = PrefillCudaGraphRunner(model_runner(case, args, model))
+    args = runners.publish_one_rank()
+    case, model = Case(layout, *LENGTHS["EXTEND"], arrangement), runners.Model((1, 2))
+    runners.store_prefixes(case, model.model.layers[1])
+    runner = PrefillCudaGraphRunner(runners.model_runner(case, args, model))
     (graph,) = runner.backend._graphs.values()
     assert len(graph._segments) == 3
-    wanted = eager(case, model, batch_of(case, "EXTEND"))
-    batch = batch_of(case, "EXTEND")
+    wanted = runners.eager(case, model, runners.batch_of(case, "EXTEND"))
+    batch = runners.batch_of(case, "EXTEND")
     assert runner.can_run_graph(batch)
     found = runner.execute(batch)
     assert len(found.hidden_states) == 123
-    as_eager(case, found, wanted)
+    runners.as_eager(case, found, wanted)

@@ -4,20 +4,10 @@ import itertools
 import types
 
 import codec_oracle as oracle
+import graph_runners as runners
 import pytest
 import torch
 from engine_cases import quick
-from graph_runners import (
-    Body,
-    Model,
-    batch_of,
-    computed,
-    eager,
-    model_runner,
-    publish_one_rank,
-    store_prefixes,
-    stored_rows,
-)
 from test_cuda_backend_gpu import Case
 
 pytest.importorskip("sglang")
@@ -37,7 +27,7 @@ def in_halves(self, input_ids, positions, forward_batch):
 
     halves = forward_batch.tbo_children
     if halves is None:
-        return Body.forward(self, input_ids, positions, forward_batch)
+        return runners.Body.forward(self, input_ids, positions, forward_batch)
 
     def of(layer):
         def attend(state, forward_batch, hidden):
@@ -67,14 +57,16 @@ def overlapped(monkeypatch):
     from sglang.srt.runtime_context import get_flags
 
     def make(mode, layout, threshold=0.0, **graphs):
-        args = publish_one_rank(speculative=mode == "TARGET_VERIFY", enable_two_batch_overlap=True, **graphs)
+        args = runners.publish_one_rank(
+            speculative=mode == "TARGET_VERIFY", enable_two_batch_overlap=True, **graphs
+        )
         monkeypatch.setattr(get_flags().moe, "tbo_enabled", True)
         monkeypatch.setattr(get_flags().moe, "tbo_token_distribution_threshold", threshold)
         if threshold:  # the second half reads what the first has stored
             monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
-        case, model = Halves(layout, *LENGTHS[mode]), Model((1, 2))
+        case, model = Halves(layout, *LENGTHS[mode]), runners.Model((1, 2))
         model.model.forward = types.MethodType(in_halves, model.model)
-        store_prefixes(case, model.model.layers[1])
+        runners.store_prefixes(case, model.model.layers[1])
         return args, case, model
 
     return make
@@ -101,12 +93,12 @@ def split(case, batch, mode):
 
 def halves_against_the_whole(overlapped, layout, mode, threshold=0.0):
     _, case, model = overlapped(mode, layout, threshold)
-    wanted, rows = eager(case, model, batch_of(case, mode))
-    batch = split(case, batch_of(case, mode), mode)
+    wanted, rows = runners.eager(case, model, runners.batch_of(case, mode))
+    batch = split(case, runners.batch_of(case, mode), mode)
     sizes = [half.batch_size for half in batch.tbo_children]
-    found = computed(case, model, batch)
+    found = runners.computed(case, model, batch)
     torch.testing.assert_close(found.hidden_states, wanted.hidden_states, rtol=2e-2, atol=1e-2)
-    assert all(map(torch.equal, stored_rows(case), rows))
+    assert all(map(torch.equal, runners.stored_rows(case), rows))
     return sizes
 
 
@@ -121,16 +113,16 @@ def replayed(overlapped, layout, mode, requests=4):
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
     args, case, model = overlapped(mode, layout, requests=(requests,))
-    runner = DecodeCudaGraphRunner(model_runner(case, args, model))
-    wanted, rows = eager(case, model, batch_of(case, mode))
-    batch = batch_of(case, mode)
+    runner = DecodeCudaGraphRunner(runners.model_runner(case, args, model))
+    wanted, rows = runners.eager(case, model, runners.batch_of(case, mode))
+    batch = runners.batch_of(case, mode)
     batch.tbo_split_seq_index = 1
     batch.seq_lens_cpu = batch.seq_lens.cpu()
     assert runner.can_run_graph(batch)
     found = runner.execute(batch)  # SGLang waits for the sizes of the halves
     assert (runner.raw_bs, runner.bs) == (3, requests)
     torch.testing.assert_close(found.hidden_states, wanted.hidden_states, rtol=2e-2, atol=1e-2)
-    assert all(map(torch.equal, stored_rows(case), rows))
+    assert all(map(torch.equal, runners.stored_rows(case), rows))
 
 
 @pytest.mark.quick

@@ -112,7 +112,7 @@ EAGLE3 = ("EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3")
 @pytest.mark.parametrize(
     ("model", "argv", "refused"),
     [
-        ("kda", [], None),
+        ("kda", ["--enable-hierarchical-cache"], None),
         ("glm-lite", [], None),
         ("mtp1", ["NEXTN", *DRAFTS], None),
         ("mtp1", ["EAGLE", *DRAFTS, "--enable-hierarchical-cache"], None),
@@ -127,7 +127,8 @@ EAGLE3 = ("EAGLE3", *DRAFTS, "--speculative-draft-model-path", "mla3")
 )
 def test_models_and_drafts(serve, checkpoints, model, argv, refused):
     """Also a draft's own checkpoint; `EAGLE` and `EAGLE3` alone are tested as drafts."""
-    words = [checkpoints.get(word, word) for word in (["--speculative-algorithm", *argv] if argv else [])]
+    drafts = bool(argv) and not argv[0].startswith("--")
+    words = [checkpoints.get(word, word) for word in (["--speculative-algorithm"] * drafts + argv)]
     ranks = ("--tp-size", "4", "--dcp-size", "2")
     if refused is None:
         assert serve(model, "fp4", *ranks, *words).dcp_size == 2

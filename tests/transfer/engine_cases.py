@@ -92,20 +92,9 @@ def hard_values(count, width, generator):
 
 
 def round_trip(
-    engine,
-    own,
-    other,
-    arrangement,
-    page_size,
-    *,
-    device,
-    make_tools,
-    finish,
-    make_host=None,
-    pages=9,
-    geometry=(512, 64),
-    lists=SCATTERED,
-):
+    engine, own, other, arrangement, page_size, *, device, make_tools, finish, make_host=None, pages=9,
+    geometry=(512, 64), lists=SCATTERED,
+):  # fmt: skip
     """Two stores in flight together, then two loads; every byte of both sides is compared.
 
     Rows are converted if the layouts of device (`own`) and host (`other`) differ. `make_tools`: tools of one

@@ -69,23 +69,9 @@ class TorchKDAKernel(TritonKDAKernel):
         return self._run(q, k, v, a, b, A_log, dt_bias, ssm_states, cache_indices, query_start_loc)
 
     def extend(
-        self,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        *,
-        ssm_states,
-        cache_indices,
-        query_start_loc,
-        A_log=None,
-        dt_bias=None,
-        return_intermediate_states=False,
-        track_state=None,
-        track_chunk_idx=None,
-        **_,
-    ):
+        self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, A_log=None, dt_bias=None,
+        return_intermediate_states=False, track_state=None, track_chunk_idx=None, **_,
+    ):  # fmt: skip
         """Prefill; `track_state` ``[B, H, V, K]`` gets the states before the chunks `track_chunk_idx`."""
         wanted = [-1] * len(cache_indices) if track_state is None else track_chunk_idx.tolist()
         out = self._run(

@@ -13,13 +13,7 @@ import pytest
 from codec_oracle import LAYOUTS
 from topk_cells import MODES, REFUSED, answer, cells
 
-from sgl_kvpool.srt.facts.topk_transform import (
-    EXTEND_MODES,
-    IMPLEMENTATIONS,
-    UnsupportedCombination,
-    check_combination,
-    select_topk_transform,
-)
+from sgl_kvpool.srt.facts import topk_transform as topk
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -65,7 +59,7 @@ def test_every_mode_is_in_the_table():
     gone = set(MODES) - {mode.name for mode in ForwardMode}
     assert not gone, f"SGLang's ForwardMode has no {sorted(gone)} any more"
     extends = {mode.name for mode in ForwardMode if mode.is_extend_without_speculative()}
-    assert extends == set(EXTEND_MODES)
+    assert extends == set(topk.EXTEND_MODES)
 
 
 def test_every_implementation_is_in_the_table():
@@ -76,8 +70,8 @@ def test_every_implementation_is_in_the_table():
     flags = {flag: action.choices for action in parser._actions for flag in action.option_strings}
     other_platforms = {"triton", "aiter", "intel_xpu"}  # ROCm, ROCm and XPU
     ours = {"kvpool_mla"}
-    assert set(flags["--dsa-prefill-backend"]) == set(IMPLEMENTATIONS) - ours | other_platforms
-    assert set(flags["--dsa-decode-backend"]) <= set(IMPLEMENTATIONS) | other_platforms
+    assert set(flags["--dsa-prefill-backend"]) == set(topk.IMPLEMENTATIONS) - ours | other_platforms
+    assert set(flags["--dsa-decode-backend"]) <= set(topk.IMPLEMENTATIONS) | other_platforms
     # Named by refusals of flashmla_sparse_q8.
     assert {"--enable-mixed-chunk", "--enable-pdmux", "--dllm-algorithm"} <= set(flags)
 
@@ -105,7 +99,7 @@ def test_sglang_is_wrong_in_these_cells_and_in_no_other():
     assert differs == wrong
     for layout, prefill, decode, mode in wrong:
         assert sglangs_answer(layout, prefill, mode) == "PAGED"
-        assert select_topk_transform(layout, prefill, decode, mode).name == "RAGGED"
+        assert topk.select_topk_transform(layout, prefill, decode, mode).name == "RAGGED"
 
 
 @pytest.mark.parametrize(
@@ -123,9 +117,9 @@ def test_what_flashmla_auto_stands_for(layout, blackwell, mode, chosen, transfor
     """SGLang chooses before it asks for the transform (:1130): both names need the right answer."""
     backend = choose(layout, blackwell=blackwell, mode=mode)
     assert backend.dsa_prefill_impl == chosen
-    assert select_topk_transform(layout, chosen, "kvpool_mla", mode).name == transform
+    assert topk.select_topk_transform(layout, chosen, "kvpool_mla", mode).name == transform
     if not blackwell:
-        assert select_topk_transform(layout, "flashmla_auto", "kvpool_mla", mode).name == transform
+        assert topk.select_topk_transform(layout, "flashmla_auto", "kvpool_mla", mode).name == transform
 
 
 def choose(layout, *, blackwell=False, mode="EXTEND", **attributes):
@@ -149,7 +143,7 @@ def test_pooled_index_keys_keep_sglangs_rule():
     seen = set()
     for layout, prefill, decode, mode in cells(STOCK):
         if "kvpool_mla" not in (prefill, decode):
-            said = select_topk_transform(layout, prefill, decode, mode, index_kpool=4).name
+            said = topk.select_topk_transform(layout, prefill, decode, mode, index_kpool=4).name
             assert said == sglangs_answer(layout, prefill, mode), (layout, prefill, decode, mode)
             seen |= {(layout, prefill)} if said == "RAGGED" else set()
     assert len(seen) == 5
@@ -159,13 +153,13 @@ def test_rows_that_only_ours_reads_are_attended_in_the_pool_with_pooled_index_ke
     for layout, prefill, decode, mode in cells(LAYOUTS):
         ours = layout.startswith("fp4")
         if ours and (prefill, decode) == ("flashmla_sparse", "kvpool_mla"):
-            assert select_topk_transform(layout, prefill, decode, mode, index_kpool=2).name == "PAGED"
-            check_combination(layout, prefill, decode, ("EXTEND", "MIXED"), index_kpool=2)
+            assert topk.select_topk_transform(layout, prefill, decode, mode, index_kpool=2).name == "PAGED"
+            topk.check_combination(layout, prefill, decode, ("EXTEND", "MIXED"), index_kpool=2)
         elif ours or "kvpool_mla" in (prefill, decode):
-            with pytest.raises(UnsupportedCombination, match="index_kpool"):
-                select_topk_transform(layout, prefill, decode, mode, index_kpool=2)
-            with pytest.raises(UnsupportedCombination, match="index_kpool"):
-                check_combination(layout, prefill, decode, index_kpool=2)
+            with pytest.raises(topk.UnsupportedCombination, match="index_kpool"):
+                topk.select_topk_transform(layout, prefill, decode, mode, index_kpool=2)
+            with pytest.raises(topk.UnsupportedCombination, match="index_kpool"):
+                topk.check_combination(layout, prefill, decode, index_kpool=2)
 
 
 #: Implementations that attend the tail of such models on Hopper, where flashmla_sparse is replaced by fa3
@@ -204,11 +198,11 @@ def sglang_raises(layout, side, name):
 
 def test_what_sglang_raises_for_with_pooled_index_keys():
     passes = kpool_sides("works") | kpool_sides("misreads")
-    for case in itertools.product(STOCK, ("prefill", "decode"), set(IMPLEMENTATIONS) - {"kvpool_mla"}):
+    for case in itertools.product(STOCK, ("prefill", "decode"), set(topk.IMPLEMENTATIONS) - {"kvpool_mla"}):
         assert sglang_raises(*case) == (case not in passes)
 
 
-@pytest.mark.parametrize("prefill", [name for name in IMPLEMENTATIONS if name != "kvpool_mla"])
+@pytest.mark.parametrize("prefill", [name for name in topk.IMPLEMENTATIONS if name != "kvpool_mla"])
 def test_servers_with_pooled_index_keys(prefill):
     works = kpool_sides("works")
     for layout, _, decode, _ in cells(STOCK, [None]):
@@ -218,7 +212,7 @@ def test_servers_with_pooled_index_keys(prefill):
         if layout == "fp8":
             good = good and prefill == decode
         if good:
-            check_combination(layout, prefill, decode, index_kpool=4)
+            topk.check_combination(layout, prefill, decode, index_kpool=4)
         else:
-            with pytest.raises(UnsupportedCombination):
-                check_combination(layout, prefill, decode, index_kpool=4)
+            with pytest.raises(topk.UnsupportedCombination):
+                topk.check_combination(layout, prefill, decode, index_kpool=4)

@@ -8,13 +8,7 @@ import pytest
 from codec_oracle import LAYOUTS, OURS_ALONE
 from topk_cells import MODES, REFUSED, answer, cells
 
-from sgl_kvpool.srt.facts.topk_transform import (
-    EXTEND_MODES,
-    IMPLEMENTATIONS,
-    UnsupportedCombination,
-    check_combination,
-    select_topk_transform,
-)
+from sgl_kvpool.srt.facts import topk_transform as topk
 
 
 def nameable_pairs(layout):
@@ -25,8 +19,8 @@ def nameable_pairs(layout):
     """
     return [
         (prefill, decode)
-        for prefill in IMPLEMENTATIONS
-        for decode in IMPLEMENTATIONS
+        for prefill in topk.IMPLEMENTATIONS
+        for decode in topk.IMPLEMENTATIONS
         if decode != "kvpool_mla"
         and (prefill, decode).count("flashinfer_sparse_mla") != 1
         and not (layout == "bf16" and "flashmla_kv" in (prefill, decode))
@@ -36,8 +30,8 @@ def nameable_pairs(layout):
 
 UNKNOWN = [
     (("fp5", "fa3", "fa3", "EXTEND"), LAYOUTS),
-    (("bf16", None, "fa3", "EXTEND"), IMPLEMENTATIONS),  # SGLang resolves both sides on every server
-    (("fp4", "fa3", "aiter", "EXTEND"), IMPLEMENTATIONS),  # ROCm's: unknown before it is refused
+    (("bf16", None, "fa3", "EXTEND"), topk.IMPLEMENTATIONS),  # SGLang resolves both sides on every server
+    (("fp4", "fa3", "aiter", "EXTEND"), topk.IMPLEMENTATIONS),  # ROCm's: unknown before it is refused
     (("bf16", "fa3", "fa3", SimpleNamespace(name="DREAM")), MODES),
 ]
 
@@ -46,10 +40,10 @@ UNKNOWN = [
 @pytest.mark.parametrize("index_kpool", [1, 4])
 def test_unknown_names_are_listed(index_kpool, cell, names):
     with pytest.raises(ValueError) as error:
-        select_topk_transform(*cell, index_kpool=index_kpool)
+        topk.select_topk_transform(*cell, index_kpool=index_kpool)
     # Caused by a bug of ours or by another SGLang, not by a combination that a user can change.
     assert type(error.value) is ValueError
-    (unknown,) = (word for word in cell if word not in (*LAYOUTS, *IMPLEMENTATIONS, *MODES))
+    (unknown,) = (word for word in cell if word not in (*LAYOUTS, *topk.IMPLEMENTATIONS, *MODES))
     assert repr(getattr(unknown, "name", unknown)) in str(error.value)
     listed = re.findall(r"\w+", str(error.value).partition(":")[2])
     assert set(listed) == set(names)
@@ -58,8 +52,8 @@ def test_unknown_names_are_listed(index_kpool, cell, names):
 def refusals(layout):
     for cell in cells([layout]):
         if answer(*cell) == REFUSED:
-            with pytest.raises(UnsupportedCombination) as error:
-                select_topk_transform(*cell)
+            with pytest.raises(topk.UnsupportedCombination) as error:
+                topk.select_topk_transform(*cell)
             yield cell, str(error.value)
 
 
@@ -86,16 +80,16 @@ def test_refusals_name_a_side_at_fault_and_a_pair_that_works_in_every_mode(layou
 
 def test_refused_modes_name_the_flag_that_makes_them():
     flags = "--enable-mixed-chunk", "--enable-pdmux", "--dllm-algorithm"
-    for mode, flag in zip(EXTEND_MODES[1:], flags, strict=True):
-        with pytest.raises(UnsupportedCombination, match=rf"\b{mode}\b.*{flag}\b"):
-            select_topk_transform("fp8_block_scale", "flashmla_sparse_q8", "flashmla_kv", mode)
+    for mode, flag in zip(topk.EXTEND_MODES[1:], flags, strict=True):
+        with pytest.raises(topk.UnsupportedCombination, match=rf"\b{mode}\b.*{flag}\b"):
+            topk.select_topk_transform("fp8_block_scale", "flashmla_sparse_q8", "flashmla_kv", mode)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_server_is_refused_if_one_of_its_modes_is(layout):
     default = ("EXTEND", "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2")
     for _, prefill, decode, _ in cells([layout], [None]):
-        for modes in (default, EXTEND_MODES, ("DECODE", "EXTEND", "MIXED"), ("DECODE",), MODES):
+        for modes in (default, topk.EXTEND_MODES, ("DECODE", "EXTEND", "MIXED"), ("DECODE",), MODES):
             bad = any(answer(layout, prefill, decode, mode) == REFUSED for mode in modes)
-            with pytest.raises(UnsupportedCombination) if bad else contextlib.nullcontext():
-                check_combination(layout, prefill, decode, *([] if modes is default else [modes]))
+            with pytest.raises(topk.UnsupportedCombination) if bad else contextlib.nullcontext():
+                topk.check_combination(layout, prefill, decode, *([] if modes is default else [modes]))
