@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from emulated_cuda.byte_engine import Printed
-from emulated_cuda.model_engine import COMMON, allow_short_lists, keep_no_host_memory, tokens
+from emulated_cuda.model_engine import COMMON, allow_short_lists, tokens
 
 #: Prompts that share all but their end, from which they are continued; all are longer than a top-k list.
 SHARED, OWN, PROMPTS = 2560, 128, 3
@@ -94,7 +94,6 @@ def install(flag):
     import torch
     from sglang.srt.managers.scheduler import Scheduler
 
-    keep_no_host_memory()
     run_batch, receive = Scheduler.run_batch, Scheduler.process_input_requests
 
     def own_flag():

@@ -164,7 +164,6 @@ def forms(rank, ranks, layout, engine="kernel", **options):
 
 
 def main(rank, ranks, folder, merge, cases):
-    from sglang.srt.mem_cache.pool_host import base
 
     from sgl_kvpool.transfer import gpu_engine
 
@@ -172,7 +171,6 @@ def main(rank, ranks, folder, merge, cases):
     publish_ranks(rank, ranks, folder, merge)
     attention.register_names()
     hook_groups.apply(hook_groups.named("host tier"))
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     gpu_engine.KERNEL_BLOCKS = 3
     for layout, options in cases:
         for name, error in forms(rank, ranks, layout, **options).items():

@@ -156,6 +156,7 @@ class CUDAGraph:
         if order.current_stream() == order.default_stream():
             raise CaptureFault("CUDA graphs must be captured on a non-default stream.")
         self._pool = pool if pool is not None else graph_pool_handle()
+        ALLOCATOR.use_pool(self, self._pool)
         self._origin = order.current_stream()
         order.capture = Capture(self._pool, self._origin)
         ALLOCATOR.pool = self._pool

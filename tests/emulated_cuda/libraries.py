@@ -307,6 +307,13 @@ def disable_nccl() -> None:
     PyNcclCommunicator.change_state = lambda self, enable=None: contextlib.nullcontext()
 
 
+def keep_no_host_memory() -> None:
+    """Let host tiers take what SGLang keeps free, 10 GB, which the servers of other tests may have taken."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 def _check_phase(self: Any, *, expect_phase: int, next_phase: int, caller_name: str = "") -> None:
     assert not self._enable_assert_device or self._phase == expect_phase, (caller_name, self._phase)
     self._phase.fill_(int(next_phase))

@@ -3,7 +3,7 @@
 import bisect
 import ctypes
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,9 @@ class Allocator:
         self._addresses: list[int] = []
         self.problems: list[str] = []
         self.pool: Any = None
+        #: Of graphs' pools: live graphs, and freed blocks, which keep what was written while one lives.
+        self._graphs: Counter[Any] = Counter()
+        self._kept: dict[Any, list[Block]] = {}
         self._freed: deque[Block] = deque()
         self._freed_bytes = 0
         self.allocated_bytes = self.peak_bytes = self.allocations = 0
@@ -92,7 +95,11 @@ class Allocator:
         if not block.pinned:
             self.allocated_bytes -= block.size_bytes
         if block.pool is not None:
-            return  # memory of a graph's pool keeps what the graph wrote
+            if self._graphs[block.pool]:
+                self._kept.setdefault(block.pool, []).append(block)
+            else:
+                self._quarantine(block)
+            return
         owner = None if block.pinned else block.stream  # pinned memory is reused by the host
         late = shadows.not_ordered_before_reuse(block.shadow, owner, block.recorded)
         if late is not None:
@@ -103,6 +110,9 @@ class Allocator:
                 f"the block allocated at {block.created} was freed at {order.place()}, and {late} may still "
                 f"use it: {why}"
             )
+        self._quarantine(block)
+
+    def _quarantine(self, block: Block) -> None:
         block.freed = order.place()
         block.bytes.fill(POISON)
         self._freed.append(block)
@@ -152,6 +162,22 @@ class Allocator:
             for block in [*self.blocks.values(), *self.registered.values()]
             if block.freed is None
         ]
+
+    def use_pool(self, graph: Any, pool: Any) -> None:
+        """A graph was captured into a pool, whose memory goes after the last of its graphs."""
+        self._graphs[pool] += 1
+        weakref.finalize(graph, self._leave_pool, pool).atexit = False
+
+    def _leave_pool(self, pool: Any) -> None:
+        self._graphs[pool] -= 1
+        if not self._graphs[pool]:
+            for block in self._kept.pop(pool, ()):
+                self._quarantine(block)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is allocated, and what graphs keep."""
+        return self.allocated_bytes + sum(block.size_bytes for kept in self._kept.values() for block in kept)
 
     def release_pool(self, pool: Any) -> None:
         """A graph was reset: its memory may be given to others, and must not be used any more."""

@@ -39,13 +39,6 @@ def allow_short_lists():
     sgl_kernel.fast_topk_transform_fused = fused
 
 
-def keep_no_host_memory():
-    """Other tests may have taken what SGLang keeps free beside a host tier."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-
-
 def main(model, questions, **options):
     """Answers to `questions`, of one Engine with `options` beside its own.
 
@@ -58,7 +51,6 @@ def main(model, questions, **options):
     memory.ALLOCATOR.problems = Printed()
     if options.get("dcp_size", 1) > 1:
         allow_short_lists()
-    keep_no_host_memory()
     forks.fork_children()
     import sglang
 

@@ -65,6 +65,7 @@ def install() -> None:
     libraries.install_process_groups()
     imports.after("flashinfer", libraries.install)
     imports.after("sglang.srt.distributed.device_communicators.pynccl", libraries.disable_nccl)
+    imports.after("sglang.srt.mem_cache.pool_host.base", libraries.keep_no_host_memory)
     imports.after("sglang.kernels.ops.kv_canary._dispatch", libraries.use_torch_in_canary)
     imports.after("sglang.srt.utils.phase_checker", libraries.check_phases_in_torch)
     imports.after("sglang.kernels.jit.utils.compile.loader", jit_kernels.install)
@@ -105,7 +106,7 @@ class Plugin:
         from emulated_cuda import errors
         from emulated_cuda.memory import ALLOCATOR
 
-        if ALLOCATOR.allocated_bytes > _COLLECTED_BYTES:
+        if ALLOCATOR.held_bytes > _COLLECTED_BYTES:
             gc.collect()
         errors.taken()  # of a test that failed
         torch.cuda.synchronize()  # with its work

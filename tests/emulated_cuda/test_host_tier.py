@@ -24,13 +24,11 @@ GUARD = 0xEE
 def controller_of(process_group, monkeypatch):
     """`controller_of(pool, io_backend, forward, drafts)`: SGLang's, which waits for the stream `forward`."""
     from host_tier import controller_over
-    from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import get_parallel, restore_context, snapshot_context
 
     from sgl_kvpool.sglang_plugin import hook_groups
 
     hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
     monkeypatch.setattr("sgl_kvpool.transfer.gpu_engine.KERNEL_BLOCKS", 3)
     before, tiers = snapshot_context(), []
 
