@@ -216,24 +216,19 @@ READER_FEATURES = (Feature("enable_torch_compile", "its kernels have not been tr
 
 def dense_dcp_obstacles(server: Server) -> Iterator[tuple[bool, str]]:
     """What several ranks do not serve of a model without sparse attention: whether it is so, and why."""
-    view, drafts = server.view, server.view.speculative_algorithm is not None
+    view, hybrid = server.view, server.is_hybrid
+    drafts = view.speculative_algorithm is not None
     on_blackwell = server.model_name == "KimiK3ForConditionalGeneration"
     yield on_blackwell, "SGLang attends its lists of several ranks with CuteDSL's kernel for Blackwell alone"
     moves = server.disaggregates or view.hicache_storage_backend is not None
-    yield server.is_hybrid and moves, "moving its states to stores or servers has not been tested there"
-    yield server.is_hybrid and drafts, "drafts beside its states have not been tested there"
+    yield hybrid and moves, "moving its states to stores or servers has not been tested there"
+    yield hybrid and drafts, "drafts beside its states have not been tested there"
     spread = view.pp_size > 1 or view.attn_dp_size > 1
-    yield server.is_hybrid and spread, "stages and groups of ranks have not been tested there with states"
+    yield hybrid and spread, "stages and groups of ranks have not been tested there with states"
     single = view.mamba_radix_cache_strategy == "no_buffer" and not view.disable_radix_cache
-    yield (
-        server.is_hybrid and single,
-        "SGLang keeps states at pages of one token, and a page has tokens of all ranks",
-    )
+    yield hybrid and single, "SGLang keeps states at pages of one token, and a page has tokens of all ranks"
     # Ranks divide the heads of a draft without MLA, which SGLang's transfers and stores take to be equal.
     yield drafts and moves and server.has_own_draft, "stores and transfers of its draft are untested there"
     stock = server.has_host_tier and not server.has_our_tier
     yield stock and drafts, "SGLang's host pool, without --kv-host-engine, divides a draft's rows among ranks"
-    yield (
-        stock and server.is_hybrid,
-        "SGLang's host pool, without --kv-host-engine, has not been tested there with states",
-    )
+    yield stock and hybrid, "SGLang's host pool, without --kv-host-engine, is untested there with states"
