@@ -215,19 +215,16 @@ def assert_same_bytes(found, expected, what="rows"):
 
 def assert_same_values(found, expected):
     """Bitwise equal tensors, except that any NaN equals any NaN."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     nan = torch.isnan(expected.float())
     assert torch.equal(torch.isnan(found.float()), nan)
     zero = torch.zeros((), dtype=found.dtype)
-    left, right = torch.where(nan, zero, found), torch.where(nan, zero, expected)
-    assert_same_bytes(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8), "values")
+    assert_same_bits(torch.where(nan, zero, found), torch.where(nan, zero, expected))
 
 
 def assert_same_bits(found, expected):
     """Bitwise equal tensors, NaN payloads included."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     found, expected = (x.contiguous().view(torch.uint8) for x in (found, expected))
     assert_same_bytes(found, expected, "values")
 

@@ -67,13 +67,9 @@ def evaluated(model_path, folder):
         )  # fmt: skip
         json_file = out / "evaluate.json"
         pools.append((done.returncode, done.stdout, json_file.exists() and json.loads(json_file.read_text())))
-    return {
-        "printed": printed,
-        "killed": killed,
-        "pools": pools,
-        "files": sorted(path.name for path in (folder / "results").iterdir()),
-        **json.loads((folder / "results" / "evaluate.json").read_text()),
-    }
+    found = {"printed": printed, "killed": killed, "pools": pools}
+    found["files"] = sorted(path.name for path in (folder / "results").iterdir())
+    return found | json.loads((folder / "results" / "evaluate.json").read_text())
 
 
 def killed_evaluation(command, results):

@@ -25,6 +25,8 @@ SELF_CHECK_PAGES = {TWO_RANKS: 3, APART: 2}
 PAGES_OF_ONE, PAGES_OF_TWO = 513, 1025
 #: The server of one process that the answers are compared with.
 ALONE = FIRST["fp4"]
+#: Tokens of whole pages of a filler that can be found; its last token is always computed.
+WHOLE = (400 - 1) // PAGE_SIZE * PAGE_SIZE
 MISS = {"device": 0, "host": 0, "storage": 0}
 
 
@@ -99,7 +101,7 @@ def test_a_page_that_one_rank_cannot_read_ends_the_prefix_on_both(record):
 def test_the_first_rank_reads_the_store_for_both(record):
     """The second one, which could not read one of the pages, does not try to."""
     unreadable = record(TWO_RANKS)["unreadable"]
-    assert cached(unreadable) == {**MISS, "storage": (400 - 1) // PAGE_SIZE * PAGE_SIZE}
+    assert cached(unreadable) == {**MISS, "storage": WHOLE}
     assert unreadable["output_ids"] == record(TWO_RANKS)["host_tier"]["fillers"][0]["output_ids"]
 
 
@@ -112,8 +114,7 @@ def test_a_backup_that_one_rank_lost_is_a_miss_on_both(record, name):
     assert cached(pushed_out) == MISS
     assert len({tuple(one) for one in ids(answers["lost"])}) == 1
     # What both have is loaded by both, before and after.
-    whole = (400 - 1) // PAGE_SIZE * PAGE_SIZE
-    assert [sum(cached(answer).values()) for answer in answers["between"]] == [whole] * 4
+    assert [sum(cached(answer).values()) for answer in answers["between"]] == [WHOLE] * 4
     assert ids(answers["between"]) == ids(answers["host_tier"]["fillers"])
     assert ids(answers["after"]) == ids(answers["first"])
     after = {"host_tier": {"metrics": answers["metrics_after"]}}
@@ -134,8 +135,7 @@ def test_a_backup_that_one_rank_lost_is_a_miss_on_both(record, name):
 def test_a_rank_that_is_slow_in_storing_costs_nothing_but_time(record):
     """The tree keeps a prefix until every rank has stored its pages."""
     answers = record(TWO_RANKS)
-    whole = (400 - 1) // PAGE_SIZE * PAGE_SIZE
-    assert [sum(cached(answer).values()) for answer in answers["slow"]] == [whole] * 8
+    assert [sum(cached(answer).values()) for answer in answers["slow"]] == [WHOLE] * 8
     assert ids(answers["slow"]) == ids(answers["host_tier"]["fillers"]) * 2
 
 

@@ -105,13 +105,10 @@ def failure(folder, code, *arguments):
 KILLED = "ended with signal 9 (Killed; out of memory?)"
 
 
-def test_a_server_that_was_killed(tmp_path):
+def test_a_server_or_its_scheduler_that_was_killed(tmp_path):
+    """When memory runs out, Linux kills the scheduler, and SGLang then kills itself too."""
     assert failure(tmp_path, "import os; os.kill(os.getpid(), 9)") == f"the server {KILLED}"
     assert failure(tmp_path, MORTAL, "os.kill(os.getpid(), 9)") == f"the server {KILLED}"
-
-
-def test_a_scheduler_that_was_killed(tmp_path):
-    """SGLang then kills itself too. When memory runs out, Linux kills the scheduler."""
     assert failure(tmp_path, MORTAL, SCHEDULER_KILLED) == f"the server's process scheduler_0 {KILLED}"
 
 
