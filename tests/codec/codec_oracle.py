@@ -34,7 +34,6 @@ if list(STORED) != LAYOUTS:
 #: Layouts whose rows no torch dtype describes, those narrower than bf16, with scales, and of host tiers.
 PACKED = [name for name in LAYOUTS if MLAKVCacheLayout(name).is_packed]
 NARROW = [name for name in LAYOUTS if MLAKVCacheLayout(name).is_narrow]
-WITH_SCALES = [name for name, (latent, _) in STORED.items() if PARTS[latent][1]]
 HOST_LAYOUTS = [name for name in NARROW if not MLAKVCacheLayout(name).uses_k_scale]
 #: Layouts whose rows no kernel of SGLang's sparse attention reads.
 OURS_ALONE = [name for name in LAYOUTS if not sglang_dsa_reads(MLAKVCacheLayout(name))]

@@ -104,7 +104,7 @@ class Stream:
         """A new operation; its index in the list of epochs."""
         join(self.clock, HOST_CLOCK)
         tick = self.clock[self.agent] = self.clock.get(self.agent, 0) + 1
-        EPOCHS.append((self.agent, tick, what))
+        EPOCHS.append((self.agent, tick, sys.intern(what)))
         return len(EPOCHS) - 1
 
     def wait_stream(self, other: Stream) -> None:

@@ -177,6 +177,8 @@ def fork_children() -> None:
         if pid := os.fork():
             return pid
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; its children keep that pipe open too
+        # A scheduler that fails sends it to its parent; nohup and background jobs of scripts ignore it.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         # Another program would not have the writing end of the pipe whose end of file ends it.
         pipe = _file(fds[-1])
         for descriptor in map(int, os.listdir("/proc/self/fd")):

@@ -18,7 +18,9 @@ MODULE = "this"
 
 @pytest.fixture(scope="module")
 def forks():
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as nohup does
     with Forks([MODULE]) as found:
+        signal.signal(signal.SIGQUIT, before)
         yield found
 
 
@@ -63,19 +65,22 @@ def test_environment_folder_arguments_and_output(run, tmp_path):
 def test_children_of_multiprocessing_are_forked_with_the_modules_and_the_environment(run, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import multiprocessing, os, sys\n"
+        "import multiprocessing, os, signal, sys\n"
+        # As SGLang's schedulers do. A forked one's parent starts the others; if it ends, the server does.
+        "def fail(): os.kill(os.getppid(), signal.SIGQUIT)\n"
         "def child():\n"
         "    print(os.environ['LATER'], 'this' in sys.modules, 'os' in sys.modules, flush=True)\n"
         "    sys.exit(5)\n"
         "if __name__ == '__main__':\n"
         "    multiprocessing.set_start_method('spawn', force=True)\n"
         "    os.environ['LATER'] = 'set'\n"
-        "    process = multiprocessing.Process(target=child)\n"
-        "    process.start(), process.join()\n"
-        "    print(process.exitcode)\n"
+        "    for target in child, fail:\n"
+        "        process = multiprocessing.Process(target=target)\n"
+        "        process.start(), process.join()\n"
+        "        print(process.exitcode, flush=True)\n"
     )
-    assert run(str(program)) == (0, "set True True\n5\n")
-    assert run(str(program), children_fork=False) == (0, "set False True\n5\n")
+    assert run(str(program)) == (0, "set True True\n5\n255\n")
+    assert run(str(program), children_fork=False) == (0, "set False True\n5\n0\n")
 
 
 def test_children_of_children(run, tmp_path):
@@ -85,18 +90,14 @@ def test_children_of_children(run, tmp_path):
         "def grandchild(): print('this' in sys.modules, flush=True)\n"
         "def in_thread():\n"
         "    process = multiprocessing.Process(target=grandchild)\n"
-        "    process.start()\n"
-        "    process.join()\n"
+        "    process.start(), process.join()\n"
         "def child():\n"
         "    thread = threading.Thread(target=in_thread)\n"
-        "    thread.start()\n"
-        "    thread.join()\n"
+        "    thread.start(), thread.join()\n"
         "if __name__ == '__main__':\n"
         "    multiprocessing.set_start_method('spawn', force=True)\n"
         "    process = multiprocessing.Process(target=child)\n"
-        "    process.start()\n"
-        "    process.join(20)\n"
-        "    process.kill()\n"
+        "    process.start(), process.join(20), process.kill()\n"
     )
     assert run(str(tmp_path / "family.py"), children_fork=True) == (0, "True\n")
 
