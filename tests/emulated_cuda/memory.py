@@ -115,7 +115,7 @@ class Allocator:
     def _quarantine(self, block: Block) -> None:
         block.freed = order.place()
         block.bytes.fill(POISON)
-        block.shadow = shadows.Shadow(block.size_bytes)  # eight times as large as a small block
+        block.shadow = shadows.Shadow(block.size_bytes)  # the old one may have 8 bytes for each of the block
         self._freed.append(block)
         self._freed_bytes += block.size_bytes
         while self._freed_bytes > QUARANTINE_BYTES:

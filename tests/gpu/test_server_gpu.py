@@ -115,7 +115,7 @@ SERVERS = {
     }.items()
     for name, (arguments, *more) in servers.items()
 }
-#: Of servers with these names only the prompts are compared.
+#: Of servers with these names prompts and hits are compared, and no answers to prompts.
 PROMPTS_ONLY = ("stock", "bf16-on-fp4", "fp8_block_scale")
 #: Servers that are asked for answers one by one and at once.
 AT_ONCE = [
